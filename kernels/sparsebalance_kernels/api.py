@@ -197,7 +197,9 @@ def _check_boundaries(cu_seqlens: torch.Tensor, num_tokens: int) -> list[int]:
     boundaries: list[int] = cu_seqlens.tolist()
     rising = all(start <= stop for start, stop in itertools.pairwise(boundaries))
     if boundaries[0] != 0 or boundaries[-1] != num_tokens or not rising:
-        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens ({num_tokens}), got {boundaries[:8]}...")
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens ({num_tokens}), got {boundaries[:8]}..."
+        )
     return boundaries
 
 
@@ -228,7 +230,9 @@ def _check_budget(
     if min_blocks < 0 or sink_blocks < 0:
         raise ValueError(f"min_blocks and sink_blocks must not be negative, got {min_blocks} and {sink_blocks}")
     if max_blocks is not None and max_blocks < max(min_blocks, sink_blocks):
-        raise ValueError(f"max_blocks ({max_blocks}) is below min_blocks ({min_blocks}) or sink_blocks ({sink_blocks})")
+        raise ValueError(
+            f"max_blocks ({max_blocks}) is below min_blocks ({min_blocks}) or sink_blocks ({sink_blocks})"
+        )
     probabilities: tuple[float, ...] | None = None
     counts: tuple[int, ...] | None = None
     if top_p is not None:

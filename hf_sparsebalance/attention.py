@@ -1,0 +1,307 @@
+"""transformers <-> operator: shapes, padding, packing, caches, and the budget of each forward call.
+
+Prefill and training attend sparsely.  A query over a KV cache (decode, chunked prefill) attends densely: one new token
+reads the whole cache.  Everything the operator cannot honour is refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+
+from hf_sparsebalance.errors import UserError
+from sparsebalance_kernels import AttentionStats, block_sparse_attention
+
+ATTENTION_NAME = "sparsebalance"
+
+
+@dataclass(frozen=True)
+class SparseAttentionDefaults:
+    """The defaults of a model, kept in ``config.sparse_attention`` as a plain dict (and so in config.json).
+
+    Attributes:
+        block_size: tokens per block.
+        top_p: share of the gate's mass to keep, in (0, 1]; None when top_k is set.
+        top_k: blocks per row, the own one included; None when top_p is set.
+        min_blocks, max_blocks, sink_blocks: see ``block_sparse_attention``.
+        dense_layers: layer numbers that always attend densely.
+
+    Raises:
+        UserError: for an unknown key or a value out of range, naming it.
+    """
+
+    block_size: int = 128
+    top_p: float | None = None
+    top_k: int | None = None
+    min_blocks: int = 0
+    max_blocks: int | None = None
+    sink_blocks: int = 0
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if (self.top_p is None) == (self.top_k is None):
+            raise UserError("sparse_attention needs exactly one of top_p and top_k")
+        if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
+            raise UserError(f"sparse_attention.top_p must lie in (0, 1], got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"sparse_attention.top_k must be at least 1 (the own block), got {self.top_k}")
+        if self.block_size < 1:
+            raise UserError(
+                f"sparse_attention.block_size must be at least 1, got {self.block_size}; 128 is a good start"
+            )
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> SparseAttentionDefaults:
+        """Read ``config.sparse_attention``; a model without it gets top_p 0.8 in blocks of 128."""
+        given: Mapping[str, Any] = getattr(config, "sparse_attention", None) or {}
+        unknown = set(given) - {field.name for field in fields(cls)}
+        if unknown:
+            known = ", ".join(field.name for field in fields(cls))
+            raise UserError(f"sparse_attention has unknown keys {sorted(unknown)}; known are {known}")
+        settings = dict(given)
+        if settings.get("top_p") is None and settings.get("top_k") is None:
+            settings["top_p"] = 0.8
+        settings["dense_layers"] = tuple(settings.get("dense_layers") or ())
+        return cls(**settings)
+
+
+class StatsCollector:
+    """Collects the attention statistics of one forward call; pass a new one as the keyword ``sparse_stats``.
+
+    It travels with the call, so that a checkpointed block that recomputes later reports to its own micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, AttentionStats] = {}
+
+    def add(self, layer: int, stats: AttentionStats) -> None:
+        """Keep a layer's statistics; the recomputation of a checkpointed layer repeats them, the first stay."""
+        self.layers.setdefault(layer, stats)
+
+    def mean(self) -> AttentionStats | None:
+        """The mean over the layers seen; None when no sparse layer ran."""
+        seen = list(self.layers.values())
+        if not seen:
+            return None
+        return AttentionStats(
+            density=sum(stats.density for stats in seen) / len(seen),
+            work=sum(stats.work for stats in seen) / len(seen),
+            coverage=sum(stats.coverage for stats in seen) / len(seen),
+            curve=torch.stack([stats.curve for stats in seen]).mean(0),
+        )
+
+
+def register() -> None:
+    """Make ``attn_implementation="sparsebalance"`` known to transformers: the attention and its mask function."""
+    AttentionInterface.register(ATTENTION_NAME, sparsebalance_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sparsebalance_mask)
+
+
+def sparsebalance_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    attention_mask: torch.Tensor | None = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask that reaches :func:`sparsebalance_attention`: bool ``[batch, keys]`` (True = real token), or None.
+
+    Without a registered mask function transformers drops padding silently.  A static cache hands out keys that are not
+    written yet; where no mask tells them apart, one is made.
+
+    Raises:
+        UserError: when a model combines the causal mask with a function of its own (or_mask, and_mask).
+    """
+    if use_vmap:
+        raise UserError(
+            "sparsebalance attention cannot honour this model's own mask function; use attn_implementation='sdpa'"
+        )
+    if attention_mask is not None:
+        return attention_mask[:, -kv_length:]
+    if isinstance(q_offset, torch.Tensor) or kv_length > q_offset + q_length:
+        return (torch.arange(kv_length, device=device) < q_offset + q_length).expand(batch_size, -1)
+    return None
+
+
+def sparsebalance_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    position_ids: torch.Tensor | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    sparse_top_p: torch.Tensor | float | None = None,
+    sparse_top_k: torch.Tensor | int | None = None,
+    sparse_stats: StatsCollector | None = None,
+    output_attentions: bool | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Block-sparse attention behind transformers' attention interface.
+
+    Args:
+        query: ``[batch, H, Tq, D]``; key, value: ``[batch, Hkv, Tk, D]``, heads not repeated, any strides.
+        attention_mask: None, or bool ``[batch, keys]`` from :func:`sparsebalance_mask`.
+        position_ids: ``[1 or batch, Tq]``; where they do not rise by one a new document starts (packing), unless
+            ``cu_seq_lens_q`` (int ``[documents + 1]`` over the flattened batch) says it better or a mask is given.
+        sparse_top_p, sparse_top_k: the budget of this call, a number, a 0-d tensor or one per document; without them
+            ``config.sparse_attention`` holds.
+        sparse_stats: filled with the statistics of this layer when given.
+
+    Returns:
+        (output ``[batch, Tq, H, D]``, None).
+
+    Raises:
+        UserError: for a 4-D mask, dropout, a window shorter than the keys, output_attentions, score caps or attention
+            sinks, and non-causal attention; the message names the way out.
+    """
+    _refuse_unsupported(module, key, attention_mask, dropout, sliding_window, output_attentions, softcap, s_aux)
+    if attention_mask is not None:
+        key, value, attention_mask = _drop_unwritten_keys(query, key, value, attention_mask)
+    if query.shape[2] != key.shape[2]:
+        return _attend_cache(query, key, value, attention_mask, scaling), None
+
+    defaults = SparseAttentionDefaults.of(module.config)
+    top_p, top_k = _budget(module, defaults, sparse_top_p, sparse_top_k)
+    batch, _, length, _ = query.shape
+    packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    real = None
+    if attention_mask is not None:
+        real = attention_mask.flatten().nonzero().squeeze(1)
+        packed = [tensor.index_select(0, real) for tensor in packed]
+    boundaries = _document_starts(batch, length, attention_mask, position_ids, cu_seq_lens_q, query.device)
+    # Without a collector the operator skips the curve, a search per row.
+    attended = block_sparse_attention(
+        *packed,
+        cu_seqlens=boundaries,
+        top_p=top_p,
+        top_k=top_k,
+        block_size=defaults.block_size,
+        min_blocks=defaults.min_blocks,
+        max_blocks=defaults.max_blocks,
+        sink_blocks=defaults.sink_blocks,
+        scale=scaling,
+        return_stats=sparse_stats is not None,
+    )
+    if sparse_stats is not None:
+        out, stats = attended
+        sparse_stats.add(int(module.layer_idx), stats)
+    else:
+        out = attended
+    if real is not None:
+        out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, real, out)
+    return out.unflatten(0, (batch, length)), None
+
+
+def _budget(
+    module: nn.Module,
+    defaults: SparseAttentionDefaults,
+    top_p: torch.Tensor | float | None,
+    top_k: torch.Tensor | int | None,
+) -> tuple[torch.Tensor | float | None, torch.Tensor | int | None]:
+    """The (top_p, top_k) of this layer and call: dense layers, then the call's keyword, then the model's default."""
+    if module.layer_idx in defaults.dense_layers:
+        return 1.0, None
+    if top_p is not None and top_k is not None:
+        raise UserError("give one of the forward keywords sparse_top_p and sparse_top_k, not both")
+    if top_p is None and top_k is None:
+        return defaults.top_p, defaults.top_k
+    return top_p, top_k
+
+
+def _refuse_unsupported(
+    module: nn.Module,
+    key: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    sliding_window: int | None,
+    output_attentions: bool | None,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> None:
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise UserError(
+            f"sparsebalance attention takes a 2-D attention_mask [batch, keys], got {attention_mask.ndim} dimensions; "
+            "use packing (cu_seq_lens_q, position_ids) or attn_implementation='sdpa'"
+        )
+    if dropout:
+        raise UserError("sparsebalance attention has no dropout: set config.attention_dropout = 0.0")
+    if sliding_window is not None and sliding_window < key.shape[2]:
+        raise UserError(
+            f"sparsebalance attention has no sliding window (layer {module.layer_idx}: {sliding_window} tokens, "
+            f"{key.shape[2]} keys): set config.sliding_window = None, or use attn_implementation='sdpa'"
+        )
+    if output_attentions:
+        raise UserError("sparsebalance attention never forms its weights: output_attentions needs 'eager' attention")
+    if softcap is not None or s_aux is not None:
+        raise UserError(
+            "sparsebalance attention has no score caps or attention sinks: this model needs its own attention"
+        )
+    if not getattr(module, "is_causal", True):
+        raise UserError("sparsebalance attention is causal; this module is not")
+
+
+def _drop_unwritten_keys(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut the keys of a static cache to those that exist: to the mask's width, and in a prefill to its last token.
+
+    A single decoded token keeps its full width, because finding the last token would wait for the device.
+    """
+    width = attention_mask.shape[-1]
+    if query.shape[2] > 1 and key.shape[2] > query.shape[2]:
+        width = int(attention_mask.any(0).nonzero().max()) + 1
+    return key[:, :, :width], value[:, :, :width], attention_mask[:, :width]
+
+
+def _attend_cache(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
+) -> torch.Tensor:
+    """Dense attention of the last Tq tokens over Tk > Tq cached keys: ``[batch, Tq, H, D]``.
+
+    The last query stands at the last real key of the batch, which in a static cache is not the last column.
+    """
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    column = torch.arange(num_keys, device=query.device)
+    end = num_keys if mask is None else (mask.any(0) * (column + 1)).max()
+    position = end - num_queries + torch.arange(num_queries, device=query.device)
+    visible = (column <= position[:, None])[None, None]
+    if mask is not None:
+        visible = visible & mask[:, None, None, :]
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _document_starts(
+    batch: int,
+    length: int,
+    mask: torch.Tensor | None,
+    position_ids: torch.Tensor | None,
+    cu_seq_lens: torch.Tensor | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Document starts in the flattened (and unpadded) batch, ``[documents + 1]``."""
+    if mask is not None:
+        return F.pad(mask.sum(-1).cumsum(0), (1, 0))
+    if cu_seq_lens is not None:
+        return cu_seq_lens
+    rows = torch.zeros(batch, length, dtype=torch.bool, device=device)
+    rows[:, :1] = True
+    if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length:
+        rows[:, 1:] |= torch.diff(position_ids.expand(batch, -1), dim=-1) != 1
+    starts = rows.flatten().nonzero().squeeze(1)
+    return F.pad(starts, (0, 1), value=batch * length)

@@ -1,0 +1,221 @@
+"""What the trainer and its callback share during a run: the planner, this rank's clock, and the run's log.
+
+One step: :meth:`StepBalance.begin` gives this rank's budgets, the trainer runs the micro-batches under the clock, and
+:meth:`StepBalance.end` gathers what every rank measured, feeds it to the planner and writes one line of the log.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from hf_sparsebalance import runlog
+from hf_sparsebalance.attention import StatsCollector
+from hf_sparsebalance.density import DensityCurve
+from hf_sparsebalance.distributed import gather_rows, rank_and_world
+from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.latency import Latency
+from hf_sparsebalance.planner import Measured, Planner
+from hf_sparsebalance.schedule import simulate_step
+from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.tuning import Tuning
+from sparsebalance_kernels import CURVE_TOP_P, AttentionStats
+
+# Columns of the row that each rank sends per micro-batch; the density curve follows.
+_COLUMNS = ("start_ms", "forward_ms", "backward_ms", "density", "work", "coverage")
+
+
+class StepBalance:
+    """Budgets, measurements and log of a run's steps.
+
+    Args:
+        planner: the same on every rank.
+        clock: this rank's.
+        log: file that gets one JSON line per step, on rank 0; None for none.
+        sparse: whether the model attends through ``sparsebalance`` (else there are no budgets and no statistics).
+    """
+
+    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path | None, sparse: bool) -> None:
+        self.planner = planner
+        self.clock = clock
+        self.sparse = sparse
+        self.metrics: dict[str, float] = {}
+        self._log = log
+        self._rank = rank_and_world()[0]
+        self._tuning: Tuning | None = None
+        self._collectors: list[StatsCollector] = []
+        self._started_s = 0.0
+        self._planning_ms = 0.0
+        self._position = (0, 0)
+
+    def forget_after(self, global_step: int) -> None:
+        """Drop logged steps that a run resumed at ``global_step`` will do again."""
+        if self._log is not None and self._rank == 0:
+            runlog.keep_steps(self._log, global_step)
+
+    def start_clock(self) -> None:
+        """The step begins here: fetching its data and planning it count."""
+        self._started_s = time.perf_counter()
+        self.clock.start_step()
+
+    def begin(self, global_step: int) -> list[dict[str, object]]:
+        """Plan a step; returns the forward keywords of each of this rank's micro-batches (empty for dense attention).
+
+        Args:
+            global_step: optimizer steps done before this one.
+        """
+        started = time.perf_counter()
+        self._position = divmod(global_step, self.planner.num_steps)
+        self._tuning = self.planner.budgets(*self._position)
+        self._planning_ms = (time.perf_counter() - started) * 1000.0
+        num_slots = self.planner.settings.num_slots
+        self._collectors = [StatsCollector() for _ in range(num_slots)]
+        if not self.sparse:
+            return [{} for _ in range(num_slots)]
+        return [
+            # A tensor: under torch.compile a float would be a constant, and each new budget a new graph.
+            {
+                "sparse_top_p": torch.tensor(self._top_p(self._rank, slot)),
+                "sparse_stats": self._collectors[slot],
+            }
+            for slot in range(num_slots)
+        ]
+
+    def end(self, global_step: int) -> None:
+        """Gather, learn and log; collective.  ``metrics`` then holds what the step showed.
+
+        Args:
+            global_step: optimizer steps done, this one included.
+
+        Raises:
+            UserError: the model never called the sparse attention.
+        """
+        times = self.clock.times()
+        step_s = time.perf_counter() - self._started_s
+        width = len(_COLUMNS) + len(CURVE_TOP_P)
+        rows = torch.full((len(times) + 1, width), math.nan, dtype=torch.float64)
+        rows[-1, 0], rows[-1, 1] = step_s, self._planning_ms
+        for slot, (measured, collector) in enumerate(zip(times, self._collectors, strict=True)):
+            rows[slot, :3] = torch.tensor(
+                [measured.start_ms, measured.forward_ms, measured.backward_ms], dtype=torch.float64
+            )
+            stats = collector.mean()
+            if stats is not None:
+                rows[slot, 3:] = _stats_row(stats)
+            elif self.sparse:
+                raise UserError(
+                    "the model did not call the sparsebalance attention: it does not use transformers' attention "
+                    "interface; choose another model, or --attn_implementation sdpa with --tolerance 0"
+                )
+        self._digest(global_step, gather_rows(rows))
+
+    def _digest(self, global_step: int, gathered: torch.Tensor) -> None:
+        """Learn from and log ``gathered [ranks, slots + 1, columns]``, the same on every rank."""
+        epoch, step = self._position
+        plan = self.planner.batches(epoch)
+        measured: list[Measured] = []
+        entries: list[runlog.MicroBatch] = []
+        predicted: list[float | None] = []
+        for rank in range(gathered.shape[0]):
+            for slot in range(gathered.shape[1] - 1):
+                row = gathered[rank, slot].tolist()
+                samples = plan.micro_batch(step, rank, slot)
+                top_p = self._top_p(rank, slot) if self.sparse else None
+                predicted.append(self.planner.predict_ms(samples, top_p))
+                entries.append(self._entry(rank, slot, samples, top_p, predicted[-1], row))
+                measured.append(Measured(samples, top_p, row[1] + row[2], _curve(row[len(_COLUMNS) :])))
+        self.planner.observe(measured)
+        step_s = float(gathered[:, -1, 0].max())
+        record = runlog.Step(
+            step=global_step,
+            epoch=epoch,
+            step_s=step_s,
+            planning_ms=float(gathered[:, -1, 1].max()),
+            anchor_ms=None if self._tuning is None else self._tuning.anchor_ms,
+            missed_anchors=0 if self._tuning is None else self._tuning.num_missed,
+            micro_batches=tuple(entries),
+        )
+        if self._log is not None and self._rank == 0:
+            runlog.append_step(self._log, record)
+        self.metrics = _metrics(record, predicted)
+
+    def _top_p(self, rank: int, slot: int) -> float:
+        if self._tuning is not None:
+            return self._tuning.top_p[rank * self.planner.settings.num_slots + slot]
+        assert self.planner.settings.base_top_p is not None
+        return self.planner.settings.base_top_p
+
+    def _entry(
+        self,
+        rank: int,
+        slot: int,
+        samples: tuple[int, ...],
+        top_p: float | None,
+        predicted_ms: float | None,
+        row: Sequence[float],
+    ) -> runlog.MicroBatch:
+        start_ms, forward_ms, backward_ms, density, work, coverage = row[: len(_COLUMNS)]
+        return runlog.MicroBatch(
+            rank=rank,
+            slot=slot,
+            documents=samples,
+            tokens=sum(self.planner.lengths[sample] for sample in samples),
+            top_p=top_p,
+            predicted_ms=predicted_ms,
+            start_ms=start_ms,
+            forward_ms=forward_ms,
+            backward_ms=backward_ms,
+            density=_or_none(density),
+            work=_or_none(work),
+            coverage=_or_none(coverage),
+        )
+
+
+def _stats_row(stats: AttentionStats) -> torch.Tensor:
+    head = torch.tensor([stats.density, stats.work, stats.coverage], dtype=torch.float64)
+    return torch.cat([head, stats.curve])
+
+
+def _curve(densities: list[float]) -> DensityCurve | None:
+    if math.isnan(densities[0]):
+        return None
+    return DensityCurve.from_measured(CURVE_TOP_P, densities)
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _metrics(step: runlog.Step, predicted: Sequence[float | None]) -> dict[str, float]:
+    """What a user watches, per step; names as in the design (section 9)."""
+    ranks = 1 + max(entry.rank for entry in step.micro_batches)
+    times = [
+        [Latency(entry.forward_ms, entry.backward_ms) for entry in step.micro_batches if entry.rank == rank]
+        for rank in range(ranks)
+    ]
+    cost = simulate_step(times)
+    tokens = sum(entry.tokens for entry in step.micro_batches)
+    metrics = {
+        "step_time_s": step.step_s,
+        "tokens_per_s": tokens / step.step_s,
+        "imbalance_microbatch": cost.imbalance_microbatch,
+        "imbalance_slot": cost.imbalance_slot,
+        "imbalance_rank": cost.imbalance_rank,
+        "planning_ms": step.planning_ms or 0.0,
+    }
+    for name in ("top_p", "density", "work", "coverage"):
+        known = [(getattr(entry, name), entry.tokens) for entry in step.micro_batches]
+        if all(value is not None for value, _ in known):
+            metrics[name] = sum(value * weight for value, weight in known) / tokens
+    errors = [
+        abs(expected / entry.busy_ms - 1.0)
+        for expected, entry in zip(predicted, step.micro_batches, strict=True)
+        if expected is not None
+    ]
+    if errors:
+        metrics["predictor_error"] = sum(errors) / len(errors)
+    return metrics

@@ -1,0 +1,70 @@
+"""``sparsebalance profile``: measure this device and model, and write what training plans with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from hf_sparsebalance.attention import SparseAttentionDefaults
+from hf_sparsebalance.cli.parsing import Parser
+from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.profiling import ProfileRequest, load_config, measure_profile, model_context
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Measure and write the profile; the file appears only when all is measured."""
+    parser = Parser(prog="sparsebalance profile", description=__doc__)
+    parser.add_argument("--model_name_or_path", required=True, help="model folder or hub name (its config is read)")
+    parser.add_argument("--output", default="profile.json", help="file to write (default: %(default)s)")
+    parser.add_argument("--max_length", type=int, default=32768, help="longest document, tokens")
+    parser.add_argument(
+        "--processes", type=int, default=None, help="training processes on this host (default: GPUs, or 1)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=None, help="compute threads of each (default: cores / processes)"
+    )
+    parser.add_argument("--block_size", type=int, default=None, help="default: the model's, else 128")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="compute dtype")
+    parser.add_argument("--gradient_checkpointing", action="store_true", help="training will use it")
+    parser.add_argument("--quick", action="store_true", help="a coarser grid")
+    parser.add_argument("--json", action="store_true", help="also print the profile")
+    args = parser.parse_args(arguments)
+    gpus = torch.cuda.device_count()
+    processes = args.processes if args.processes is not None else max(1, gpus)
+    threads = args.threads if args.threads is not None else max(1, (os.cpu_count() or 1) // max(1, processes))
+    for name, value in (("processes", processes), ("threads", threads), ("max_length", args.max_length - 1)):
+        if value < 1:
+            raise UserError(f"--{name} is too small: at least 1 (max_length: 2)")
+    folder = os.path.dirname(os.path.abspath(args.output))
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--output {args.output}: folder {folder} does not exist or cannot be written")
+    config = load_config(args.model_name_or_path)
+    if args.block_size is not None:
+        config.sparse_attention = {**(getattr(config, "sparse_attention", None) or {}), "block_size": args.block_size}
+    block_size = SparseAttentionDefaults.of(config).block_size
+    context = model_context(
+        config,
+        block_size=block_size,
+        dtype=args.dtype,
+        device=torch.device("cuda", 0) if gpus else torch.device("cpu"),
+        num_threads=threads,
+        num_processes=processes,
+        gradient_checkpointing=args.gradient_checkpointing,
+    )
+    console = Console(stderr=True)
+    with Progress(console=console) as bar:
+        task = bar.add_task(f"profiling {processes} x {threads} threads", total=None)
+        profile = measure_profile(
+            ProfileRequest(config, context, args.max_length, args.quick),
+            lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    profile.save(args.output)
+    if args.json:
+        print(json.dumps(profile.to_json()))
+    else:
+        console.print(f"{args.output}: {len(profile.attention)} lengths up to {args.max_length}")

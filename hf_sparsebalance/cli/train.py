@@ -1,0 +1,195 @@
+"""``sparsebalance train``: documents in, a fine-tuned model out."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import datasets
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from hf_sparsebalance import runlog
+from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
+from hf_sparsebalance.attention import ATTENTION_NAME
+from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
+from hf_sparsebalance.distributed import check_world, rank_and_world
+from hf_sparsebalance.documents import load_documents
+from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.profiling import device_name
+from hf_sparsebalance.trainer import SparseBalanceTrainer
+from hf_sparsebalance.version import __version__
+
+logger = logging.getLogger("hf_sparsebalance")
+
+
+@dataclass
+class ModelArguments:
+    """Which model, how it attends, and whether it gets adapters."""
+
+    model_name_or_path: str = field(metadata={"help": "Model folder or hub name."})
+    attn_implementation: str = field(
+        default=ATTENTION_NAME,
+        metadata={"help": "sparsebalance, or any other: then only the batches are balanced (with --tolerance 0)."},
+    )
+    dtype: str = field(default="float32", metadata={"help": "Parameter dtype: float32, bfloat16, float16 or auto."})
+    lora_r: int = field(default=0, metadata={"help": "Rank of LoRA adapters on all linear layers; 0 trains it all."})
+    lora_alpha: int = field(default=64, metadata={"help": "LoRA scale."})
+    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout before the adapters."})
+
+
+@dataclass
+class DataArguments:
+    """Which documents, and what happens to long ones."""
+
+    data: list[str] = field(
+        metadata={
+            "help": "Text files, .jsonl or .parquet with a text or messages column, directories of these, or a name "
+            "that datasets.load_dataset takes."
+        }
+    )
+    eval_data: list[str] = field(default_factory=list, metadata={"help": "Held-out documents, as --data."})
+    max_length: int = field(default=32768, metadata={"help": "Longest document, tokens."})
+    overflow: str = field(
+        default="truncate", metadata={"help": "Longer documents: truncate, split (into several) or drop."}
+    )
+    text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Train as the command line says; writes the model, run.json and balance.jsonl to --output_dir."""
+    model_args, data_args, args = parse(arguments)
+    rank, _ = rank_and_world()
+    logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
+    # Every HTTP request of the hub client and every compiled format is an INFO line of the root logger otherwise.
+    for noisy in ("httpx", "filelock", "fsspec", "datasets"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    check_world(args.num_ranks)
+    check_writable(str(args.output_dir))
+    set_seed(args.seed)
+    tokenizer = _load_tokenizer(model_args.model_name_or_path)
+    train_set = _load("data", data_args.data, data_args, tokenizer)
+    eval_set = _load("eval_data", data_args.eval_data, data_args, tokenizer) if data_args.eval_data else None
+    model = load_model(model_args)
+    trainer = SparseBalanceTrainer(
+        model=model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer
+    )
+    before = trainer.evaluate()["eval_loss"] if eval_set is not None and not args.resume_from_checkpoint else None
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    after = trainer.evaluate()["eval_loss"] if eval_set is not None else None
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        trainer.save_state()
+        runlog.write_run(str(args.output_dir), _run_fields(trainer, len(train_set), before, after))
+
+
+def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, SparseBalanceArguments]:
+    """Parse flags and --config.
+
+    Raises:
+        UserError: an unknown option, or a value that does not fit.
+    """
+    parser = DataclassParser((ModelArguments, DataArguments, SparseBalanceArguments), prog="sparsebalance train")
+    parser.add_argument("--config", help="YAML file of options; flags override it.")
+    flags = with_config_file(arguments)
+    try:
+        *parsed, _, unknown = parser.parse_args_into_dataclasses(flags, return_remaining_strings=True)
+    except UserError:
+        raise
+    except ValueError as error:
+        # TrainingArguments' own checks.
+        raise UserError(str(error)) from error
+    if unknown:
+        raise UserError(f"unknown options {' '.join(unknown)}: see sparsebalance train --help")
+    model_args, data_args, args = parsed
+    if data_args.overflow not in ("truncate", "split", "drop"):
+        raise UserError(f"--overflow must be truncate, split or drop, got {data_args.overflow!r}")
+    return model_args, data_args, args
+
+
+def load_model(args: ModelArguments) -> PreTrainedModel:
+    """Load the model with its attention, and wrap it in adapters if asked for.
+
+    Raises:
+        UserError: no such model, or one whose attention cannot be replaced.
+    """
+    if args.lora_r < 0:
+        raise UserError(f"--lora_r must not be negative, got {args.lora_r}: 0 trains the whole model")
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            args.model_name_or_path, attn_implementation=args.attn_implementation, dtype=args.dtype
+        )
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"--model_name_or_path {args.model_name_or_path} cannot be loaded ({first})") from error
+    if args.lora_r == 0:
+        return model
+    adapters = LoraConfig(
+        r=args.lora_r,
+        lora_alpha=args.lora_alpha,
+        lora_dropout=args.lora_dropout,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, adapters)
+
+
+def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise UserError(f"--model_name_or_path {name}: no usable tokenizer ({first})") from error
+
+
+def _load(
+    option: str, data: list[str], data_args: DataArguments, tokenizer: PreTrainedTokenizerBase
+) -> datasets.Dataset:
+    documents, counts = load_documents(
+        data,
+        tokenizer=tokenizer,
+        max_length=data_args.max_length,
+        overflow=data_args.overflow,
+        text_column=data_args.text_column,
+    )
+    logger.info("%s: %s", option, counts)
+    return documents
+
+
+def _run_fields(
+    trainer: SparseBalanceTrainer, num_documents: int, before: float | None, after: float | None
+) -> dict[str, Any]:
+    args, config = trainer.args, trainer.model.config
+    sparse = config._attn_implementation == ATTENTION_NAME
+    return {
+        "name": args.run_name or Path(str(args.output_dir)).name,
+        "attention": config._attn_implementation,
+        "batching": args.batching,
+        "tuning": args.anchor if args.tolerance > 0 else False,
+        "base_top_p": config.sparse_attention["top_p"] if sparse else None,
+        "tolerance": args.tolerance if args.tolerance > 0 else None,
+        "anchor": args.anchor if args.tolerance > 0 else None,
+        "scope": args.scope if args.tolerance > 0 else None,
+        "documents": num_documents,
+        "heldout_loss_before": before,
+        "heldout_loss_after": after,
+        "environment": {
+            "hf_sparsebalance": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device": device_name(args.device),
+            "ranks": rank_and_world()[1],
+            "threads_per_rank": torch.get_num_threads(),
+            "host_cores": os.cpu_count(),
+            "date": datetime.date.today().isoformat(),
+        },
+    }

@@ -1,0 +1,236 @@
+"""Density curves: how much of its history a document keeps at each coverage budget.
+
+A curve gives, for one document, the density (kept / visible history blocks) as a non-decreasing function of the
+coverage budget `top_p`. The planner needs it before the forward pass, so `CurveStore` answers from the best source it
+has: what was seen of that very sample, the moving average of its length bucket, or an analytic prior.
+Pure: plain data in and out, no torch. A lookup costs O(1); a copy of the store shares the immutable curves.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_sparsebalance.errors import UserError
+
+__all__ = ["TOP_P_GRID", "CurveStore", "DensityCurve", "uniform_curve"]
+
+# Dense enough that linear interpolation costs less than the spread between documents of one length.
+TOP_P_GRID: tuple[float, ...] = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.99, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class DensityCurve:
+    """Density of one document as a function of the coverage budget.
+
+    Attributes:
+        top_p: grid of budgets, strictly increasing in (0, 1], ending in 1.0.
+        density: kept / visible (token, head, history block) triples at each budget, non-decreasing in [0, 1], ending
+            in 1.0 (at p = 1 nothing is dropped).
+
+    Raises:
+        ValueError: if a field breaks its promise; use `from_measured` for noisy values.
+
+    Example: DensityCurve((0.5, 1.0), (0.2, 1.0)).at(0.75) -> 0.6.
+    """
+
+    top_p: tuple[float, ...]
+    density: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.top_p) != len(self.density) or not self.top_p:
+            raise ValueError(f"a curve needs one density per top_p: {len(self.top_p)} and {len(self.density)} given")
+        if self.top_p[-1] != 1.0 or self.density[-1] != 1.0:
+            raise ValueError("a curve must end in top_p 1.0 with density 1.0")
+        previous_p, previous_density = 0.0, 0.0
+        for p, density in zip(self.top_p, self.density, strict=True):
+            if not previous_p < p:
+                raise ValueError(f"top_p must be strictly increasing and positive: {self.top_p}")
+            if not previous_density <= density:
+                raise ValueError(f"density must be non-decreasing and not negative: {self.density}")
+            previous_p, previous_density = p, density
+
+    @classmethod
+    def from_measured(cls, top_p: Sequence[float], density: Sequence[float]) -> DensityCurve:
+        """Clean a measured curve: clip to [0, 1], running maximum over p, (1, 1) set or appended.
+
+        Args:
+            top_p: strictly increasing budgets in (0, 1].
+            density: measured densities, one per budget; noise may make them decrease.
+
+        Raises:
+            ValueError: lengths differ, top_p not increasing inside (0, 1], or a density is not finite.
+
+        Example: from_measured((0.5, 0.9), (0.3, 0.2)) -> DensityCurve((0.5, 0.9, 1.0), (0.3, 0.3, 1.0)).
+        """
+        if len(top_p) != len(density):
+            raise ValueError(f"a curve needs one density per top_p: {len(top_p)} and {len(density)} given")
+        budgets = [float(p) for p in top_p]
+        cleaned: list[float] = []
+        highest = 0.0
+        for value in density:
+            if not math.isfinite(value):
+                raise ValueError(f"a measured density is not finite: {value}")
+            highest = max(highest, min(float(value), 1.0))
+            cleaned.append(highest)
+        if budgets and budgets[-1] == 1.0:
+            cleaned[-1] = 1.0
+        else:
+            budgets.append(1.0)
+            cleaned.append(1.0)
+        return cls(tuple(budgets), tuple(cleaned))
+
+    def at(self, p: float) -> float:
+        """Density at budget p in [0, 1]: linear between grid points, from (0, 0) below the first, exactly 1 at p 1."""
+        return float(self.at_many(np.array([p]))[0])
+
+    def at_many(self, p: NDArray[np.float64]) -> NDArray[np.float64]:
+        """`at` for an array of budgets of any shape; returns the same shape."""
+        values: NDArray[np.float64] = np.interp(p, (0.0, *self.top_p), (0.0, *self.density))
+        return values
+
+
+def uniform_curve(length: int, block_size: int, top_p: tuple[float, ...] = TOP_P_GRID) -> DensityCurve:
+    """Analytic prior: the curve of a document whose gate is uniform over its history blocks.
+
+    A token at position t sees n = floor(t / block_size) history blocks; a uniform gate gives each 1/n, so ceil(p*n)
+    are kept. The density is sum(ceil(p*n)) / sum(n) over the tokens that have history. A randomly initialised model
+    is close to this; a trained one lies far below (its gate is peaked), so the prior is an upper estimate that the
+    first observations replace. Documents no longer than a block have no history: density 1 everywhere.
+
+    Args:
+        length: tokens of the document, >= 1.
+        block_size: tokens of a block, >= 1.
+        top_p: grid of the returned curve, ending in 1.0.
+
+    Raises:
+        ValueError: length or block_size below 1.
+
+    Cost: O(length / block_size * len(top_p)).
+    """
+    if length < 1 or block_size < 1:
+        raise ValueError(f"length and block_size must be at least 1: {length} and {block_size} given")
+    num_history = (length - 1) // block_size
+    if num_history == 0:
+        return DensityCurve(top_p, (1.0,) * len(top_p))
+    blocks_N: NDArray[np.float64] = np.arange(1, num_history + 1, dtype=np.float64)
+    tokens_N = np.minimum(float(block_size), length - blocks_N * block_size)
+    # The small shift keeps p * n = 7.000000000000001 (p .7, n 10) from being rounded up to 8 blocks.
+    kept_PN = np.ceil(np.asarray(top_p)[:, None] * blocks_N[None, :] - 1e-9)
+    density_P = (kept_PN @ tokens_N) / float(blocks_N @ tokens_N)
+    return DensityCurve.from_measured(top_p, density_P.tolist())
+
+
+class CurveStore:
+    """Density curves of the samples of one run, with a fall-back for samples not seen yet.
+
+    Sources, best first: the sample's own last seen curve; the moving average of its length bucket (powers of two);
+    the analytic prior at the bucket's middle length. The state depends on the order of `observe` calls, so ranks that
+    must plan alike have to report the same observations in the same order.
+
+    Args:
+        block_size: tokens of an attention block; documents no longer than it always get density 1.
+        average_weight: weight of a new curve in its bucket's moving average, in (0, 1]; the first 1 / average_weight
+            observations are averaged evenly, so that the first one does not stick.
+    """
+
+    def __init__(self, block_size: int, average_weight: float = 0.1) -> None:
+        if block_size < 1:
+            raise UserError(f"block_size must be at least 1, not {block_size}: pass a positive number of tokens")
+        if not 0.0 < average_weight <= 1.0:
+            raise ValueError(f"average_weight must be in (0, 1], not {average_weight}")
+        self.block_size = block_size
+        self.average_weight = average_weight
+        self._samples: dict[int, DensityCurve] = {}
+        self._buckets: dict[int, tuple[int, DensityCurve]] = {}
+        self._priors: dict[int, DensityCurve] = {}
+
+    def lookup(self, sample: int, length: int) -> DensityCurve:
+        """The best known curve of a sample of `length` tokens (see the class for the order of sources)."""
+        if length <= self.block_size:
+            return self._prior(length)
+        own = self._samples.get(sample)
+        if own is not None:
+            return own
+        bucket = self._buckets.get(_bucket(length))
+        return bucket[1] if bucket is not None else self._prior(length)
+
+    def observe(self, sample: int, length: int, curve: DensityCurve) -> None:
+        """Remember the curve seen of a sample and move its length bucket's average toward it."""
+        if length <= self.block_size:
+            return  # no history: its constant curve would only disturb the bucket
+        self._samples[sample] = curve
+        key = _bucket(length)
+        count, average = self._buckets.get(key, (0, curve))
+        weight = max(self.average_weight, 1.0 / (count + 1))
+        grid = np.asarray(average.top_p)
+        mixed = (1.0 - weight) * np.asarray(average.density) + weight * curve.at_many(grid)
+        self._buckets[key] = (count + 1, DensityCurve.from_measured(average.top_p, mixed.tolist()))
+
+    def copy(self) -> CurveStore:
+        """An independent snapshot: later observations in one do not reach the other. O(samples), curves are shared."""
+        other = CurveStore(self.block_size, self.average_weight)
+        other._samples = dict(self._samples)
+        other._buckets = dict(self._buckets)
+        return other
+
+    def state_dict(self) -> dict[str, object]:
+        """Everything learnt, as plain JSON-able data; grids are stored once, since nearly all curves share one."""
+        grids: dict[tuple[float, ...], int] = {}
+
+        def pack(curve: DensityCurve) -> list[object]:
+            return [grids.setdefault(curve.top_p, len(grids)), list(curve.density)]
+
+        samples = [[sample, *pack(curve)] for sample, curve in sorted(self._samples.items())]
+        buckets = [[key, count, *pack(curve)] for key, (count, curve) in sorted(self._buckets.items())]
+        return {
+            "block_size": self.block_size,
+            "average_weight": self.average_weight,
+            "grids": [list(grid) for grid in grids],
+            "samples": samples,
+            "buckets": buckets,
+        }
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, object]) -> CurveStore:
+        """Rebuild a store from `state_dict()`, also after a round trip through JSON.
+
+        Raises:
+            UserError: the data is not what `state_dict` writes (a damaged checkpoint).
+        """
+        try:
+            store = cls(int(_as(int, state["block_size"])), float(_as(float, state["average_weight"])))
+            grids = [tuple(float(p) for p in grid) for grid in _as(list, state["grids"])]
+            for sample, grid, density in _as(list, state["samples"]):
+                store._samples[int(sample)] = DensityCurve(grids[grid], tuple(density))
+            for key, count, grid, density in _as(list, state["buckets"]):
+                store._buckets[int(key)] = (int(count), DensityCurve(grids[grid], tuple(density)))
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the density curves of the checkpoint are damaged ({error}): resume from another checkpoint"
+            ) from error
+        return store
+
+    def _prior(self, length: int) -> DensityCurve:
+        # One curve per bucket, taken at its middle, whatever length asked first: keeps lookups independent of order.
+        key = _bucket(length) if length > self.block_size else -1
+        curve = self._priors.get(key)
+        if curve is None:
+            middle = 1 if key < 0 else max(3 << key >> 1, self.block_size + 1)
+            curve = self._priors[key] = uniform_curve(middle, self.block_size)
+        return curve
+
+
+def _bucket(length: int) -> int:
+    return length.bit_length() - 1
+
+
+def _as(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind) and not (kind is float and isinstance(value, int)):
+        raise TypeError(f"expected {kind.__name__}, found {type(value).__name__}")
+    return value

@@ -1,0 +1,82 @@
+"""Talking between ranks; no other module imports torch.distributed.  Without a process group there is one rank."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import torch
+import torch.distributed as dist
+
+from hf_sparsebalance.errors import UserError
+
+
+def rank_and_world() -> tuple[int, int]:
+    """(this rank, number of ranks)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
+
+
+def check_world(expected: int | None) -> None:
+    """Refuse to train with another number of ranks than the user meant.
+
+    ``accelerate launch --cpu --num_processes 2`` starts one process without a word, and some work-arounds start two
+    that do not know each other; both would train, slower and on the wrong batches.
+
+    Raises:
+        UserError: the launcher's WORLD_SIZE, or ``expected``, is not the number of ranks that found each other.
+    """
+    world = rank_and_world()[1]
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched != world:
+        raise UserError(
+            f"the launcher started {launched} processes but {world} found each other: build SparseBalanceArguments "
+            "before any other accelerate object, and on CPU launch with ACCELERATE_USE_CPU=true and --multi_gpu"
+        )
+    if expected is not None and expected != world:
+        raise UserError(
+            f"--num_ranks {expected}, but the job has {world}: on CPU use ACCELERATE_USE_CPU=true accelerate launch "
+            f"--multi_gpu --num_processes {expected} (with --cpu alone accelerate starts one process)"
+        )
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *rows.shape]`` on CPU, same bits everywhere."""
+    _, world = rank_and_world()
+    if world == 1:
+        return rows[None].cpu()
+    device = _device()
+    gathered = [torch.empty_like(rows, device=device) for _ in range(world)]
+    dist.all_gather(gathered, rows.to(device).contiguous())
+    return torch.stack(gathered).cpu()
+
+
+def check_same(what: str, value: object) -> None:
+    """Refuse to go on where ranks hold different data; collective.
+
+    Args:
+        what: name of the thing in the message.
+        value: JSON-able.
+
+    Raises:
+        UserError: on every rank, naming ``what``, where its digest differs between ranks.
+    """
+    digest = hashlib.sha256(json.dumps(value, sort_keys=True).encode()).digest()
+    seen = gather_rows(torch.tensor(list(digest), dtype=torch.int64))
+    if not bool((seen == seen[0]).all()):
+        raise UserError(f"the ranks hold different {what}: start them all with the same options, files and versions")
+
+
+def wait_for_all() -> None:
+    """Return when every rank has called this."""
+    if rank_and_world()[1] > 1:
+        dist.barrier()
+
+
+def _device() -> torch.device:
+    """Where the backend's collectives work."""
+    if dist.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

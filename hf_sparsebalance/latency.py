@@ -1,0 +1,464 @@
+"""Latency predictor: milliseconds of a packed micro-batch, from a table measured on the device at hand.
+
+    t(micro-batch, budget) = layers x sum over documents of table(length, density) + ms/token x tokens + constant
+
+forward and backward apart (arXiv 2604.13847 profiles one layer as a proxy too). `sparsebalance profile`
+writes the table, `LatencyProfile` holds it, `LatencyPredictor` reads it. Between profiled lengths time follows the
+power law through the two neighbours (a straight line in log length and log time: exact for t = c L^e, where a line in
+plain time would overestimate a quadratic by up to 25% between lengths that differ by 2); between densities it is
+linear. Pure numpy; a prediction for n documents costs O(n log rows).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hf_sparsebalance.errors import UserError
+
+__all__ = ["Latency", "LatencyPredictor", "LatencyProfile", "LengthRow", "ProfileContext", "SparsePoint"]
+
+PROFILE_FORMAT = 1
+_REMEDY = "run `sparsebalance profile` to write a new one"
+_TINY_MS = 1e-12  # keeps the logarithm finite where a table holds 0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileContext:
+    """What a profile holds for; a profile is refused wherever one of these differs.
+
+    Attributes:
+        device: name of the device, as torch reports it ("NVIDIA H200") or a CPU's model name.
+        num_threads: compute threads of one process.
+        num_processes: processes that share the host.
+        attention: name of the attention implementation ("sparsebalance").
+        backend: backend of the operator ("torch", "triton").
+        dtype: dtype of the activations ("bfloat16").
+        num_heads, num_kv_heads, head_dim, num_layers, hidden_size: shape of the model.
+        block_size: tokens of an attention block.
+        gradient_checkpointing: whether the backward times include a recomputed forward.
+        versions: library name -> exact version string (torch, transformers).
+    """
+
+    device: str
+    num_threads: int
+    num_processes: int
+    attention: str
+    backend: str
+    dtype: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_layers: int
+    hidden_size: int
+    block_size: int
+    gradient_checkpointing: bool
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class SparsePoint:
+    """Sparse attention of one layer over one document at one density (kept / visible history blocks)."""
+
+    density: float
+    forward_ms: float
+    backward_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LengthRow:
+    """Attention of ONE layer over one document of `length` tokens: dense kernel, and sparse at several densities."""
+
+    length: int
+    dense_forward_ms: float
+    dense_backward_ms: float
+    points: tuple[SparsePoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyProfile:
+    """A measured profile: attention rows by length, the model's linear part, and what they hold for.
+
+    Attributes:
+        context: what the numbers hold for.
+        attention: at least two rows, strictly increasing in length, each with points of increasing density.
+        forward_ms_per_token, backward_ms_per_token: everything but attention, whole model.
+        forward_ms_constant, backward_ms_constant: fixed cost of one micro-batch, whole model.
+
+    Raises:
+        UserError: a number is missing, negative or not finite, or rows or points are out of order.
+    """
+
+    context: ProfileContext
+    attention: tuple[LengthRow, ...]
+    forward_ms_per_token: float
+    backward_ms_per_token: float
+    forward_ms_constant: float
+    backward_ms_constant: float
+
+    def __post_init__(self) -> None:
+        if len(self.attention) < 2:
+            raise _bad("needs at least two profiled lengths")
+        for name in _LINEAR_FIELDS:
+            _check_ms(getattr(self, name), name)
+        previous_length = 0
+        for row in self.attention:
+            where = f"attention row of length {row.length}"
+            if not row.length > previous_length:
+                raise _bad("attention rows must be strictly increasing in length, from 1")
+            previous_length = row.length
+            _check_ms(row.dense_forward_ms, f"{where}: dense_forward_ms")
+            _check_ms(row.dense_backward_ms, f"{where}: dense_backward_ms")
+            if not row.points:
+                raise _bad(f"{where}: no sparse points")
+            previous_density = -1.0
+            for point in row.points:
+                _check_ms(point.forward_ms, f"{where}: forward_ms")
+                _check_ms(point.backward_ms, f"{where}: backward_ms")
+                if not (0.0 <= point.density <= 1.0 and point.density > previous_density):
+                    raise _bad(f"{where}: densities must be strictly increasing in [0, 1]")
+                previous_density = point.density
+
+    def to_json(self) -> dict[str, Any]:
+        """The profile as plain JSON-able data, with its format number."""
+        return {"format": PROFILE_FORMAT, **asdict(self)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> LatencyProfile:
+        """Read a profile written by `save`.
+
+        Raises:
+            UserError: file missing or unreadable, not JSON, of another format, or with missing or impossible values.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UserError(f"--profile {path}: cannot be read ({error.strerror}): {_REMEDY}") from error
+        except ValueError as error:
+            raise UserError(f"--profile {path}: not valid JSON ({error}): {_REMEDY}") from error
+        try:
+            return cls.from_json(data)
+        except UserError as error:
+            raise UserError(str(error).replace("--profile:", f"--profile {path}:", 1)) from error
+
+    @classmethod
+    def from_json(cls, data: object) -> LatencyProfile:
+        """Build a profile from `to_json()` data; raises UserError as `load` does."""
+        top = _mapping(data, "the file")
+        if top.get("format") != PROFILE_FORMAT:
+            raise _bad(f"format {top.get('format')!r} where {PROFILE_FORMAT} is read")
+        context = _mapping(_get(top, "context"), "context")
+        values: dict[str, Any] = {}
+        for entry in fields(ProfileContext):
+            values[entry.name] = value = _get(context, entry.name)
+            if type(value) is not _CONTEXT_TYPES[entry.type]:
+                raise _bad(f"context field {entry.name} must be {entry.type}, not {value!r}")
+        rows = []
+        for raw in _list(_get(top, "attention"), "attention"):
+            row = _mapping(raw, "attention row")
+            length = _get(row, "length")
+            if type(length) is not int:
+                raise _bad(f"length must be a whole number, not {length!r}")
+            points = [_mapping(point, "point") for point in _list(_get(row, "points"), "points")]
+            rows.append(
+                LengthRow(
+                    length,
+                    _number(row, "dense_forward_ms"),
+                    _number(row, "dense_backward_ms"),
+                    tuple(SparsePoint(*(_number(p, f.name) for f in fields(SparsePoint))) for p in points),
+                )
+            )
+        return cls(ProfileContext(**values), tuple(rows), *(_number(top, name) for name in _LINEAR_FIELDS))
+
+    def check(self, context: ProfileContext) -> None:
+        """Refuse to be used where it does not hold.
+
+        Raises:
+            UserError: listing every field that differs, with the profile's and the present value.
+        """
+        differing = []
+        for entry in fields(ProfileContext):
+            ours, theirs = getattr(self.context, entry.name), getattr(context, entry.name)
+            if entry.name == "versions":
+                differing += [
+                    f"{name} {ours.get(name, 'none')} (now {theirs.get(name, 'none')})"
+                    for name in sorted(ours.keys() | theirs.keys())
+                    if ours.get(name) != theirs.get(name)
+                ]
+            elif ours != theirs:
+                differing.append(f"{entry.name} {ours} (now {theirs})")
+        if differing:
+            raise UserError(f"--profile was measured with other settings: {', '.join(differing)}: {_REMEDY}")
+
+
+_LINEAR_FIELDS = ("forward_ms_per_token", "backward_ms_per_token", "forward_ms_constant", "backward_ms_constant")
+# Keyed by the annotation as written: annotations are strings in this module.
+_CONTEXT_TYPES: dict[Any, type] = {"str": str, "int": int, "bool": bool, "dict[str, str]": dict}
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Predicted or measured time of a piece of work, forward and backward apart."""
+
+    forward_ms: float
+    backward_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """Forward and backward together."""
+        return self.forward_ms + self.backward_ms
+
+    def __add__(self, other: Latency) -> Latency:
+        return Latency(self.forward_ms + other.forward_ms, self.backward_ms + other.backward_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyPredictor:
+    """Predicts times from a profile and two re-fitted scales.
+
+    Args:
+        profile: the measured table.
+        attention_scale: factor on the attention part (what the table gives), from `refit`.
+        linear_scale: factor on the linear part and the constant, from `refit`.
+
+    Documents no longer than a block are dense at every budget. Below the shortest and above the longest profiled
+    length the power law of the two nearest rows goes on; no prediction is negative.
+    """
+
+    profile: LatencyProfile
+    attention_scale: float = 1.0
+    linear_scale: float = 1.0
+    _log_lengths_R: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _densities_D: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _sparse_2RD: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _dense_2R: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        rows = self.profile.attention
+        # All rows on the union of their density grids: exact for piecewise linear rows, and it lets one gather serve
+        # documents of any length at once.
+        densities_D = np.array(sorted({point.density for row in rows for point in row.points}))
+        sparse = [
+            [
+                _line([p.density for p in row.points], [getattr(p, name) for p in row.points], densities_D)
+                for row in rows
+            ]
+            for name in ("forward_ms", "backward_ms")
+        ]
+        dense = [[row.dense_forward_ms for row in rows], [row.dense_backward_ms for row in rows]]
+        object.__setattr__(self, "_log_lengths_R", np.log([row.length for row in rows]))
+        object.__setattr__(self, "_densities_D", densities_D)
+        object.__setattr__(self, "_sparse_2RD", np.array(sparse))
+        object.__setattr__(self, "_dense_2R", np.array(dense))
+
+    def attention_ms(self, lengths: ArrayLike, densities: ArrayLike, dense: bool = False) -> NDArray[np.float64]:
+        """Attention of all layers for many documents at once.
+
+        Args:
+            lengths: tokens of each document, >= 1; any shape.
+            densities: density of each document in [0, 1]; broadcast against `lengths`.
+            dense: whether the dense kernel runs (p = 1); densities are then ignored.
+
+        Returns:
+            [2, *shape] milliseconds, scaled: forward, backward.
+        """
+        lengths_X, densities_X = np.broadcast_arrays(
+            np.asarray(lengths, dtype=np.float64), np.asarray(densities, dtype=np.float64)
+        )
+        log_X = np.log(lengths_X)
+        upper_X = np.clip(np.searchsorted(self._log_lengths_R, log_X), 1, len(self._log_lengths_R) - 1)
+        lower_X = upper_X - 1
+        time_2X = self._power_law(log_X, lower_X, upper_X, self._dense_2R[:, lower_X], self._dense_2R[:, upper_X])
+        if not dense:
+            low_2X = self._sparse_row(lower_X, densities_X)
+            high_2X = self._sparse_row(upper_X, densities_X)
+            sparse_2X = self._power_law(log_X, lower_X, upper_X, low_2X, high_2X)
+            time_2X = np.where(lengths_X <= self.profile.context.block_size, time_2X, sparse_2X)
+        scaled: NDArray[np.float64] = time_2X * (self.attention_scale * self.profile.context.num_layers)
+        return scaled
+
+    def document(self, length: int, density: float, dense: bool = False) -> Latency:
+        """Attention of all layers for one document of `length` tokens.
+
+        `dense=True` is the path taken at p = 1 (dense kernel); otherwise the sparse table is read at `density`.
+        """
+        forward_ms, backward_ms = self.attention_ms(length, density, dense).tolist()
+        return Latency(forward_ms, backward_ms)
+
+    def linear(self, num_tokens: int) -> Latency:
+        """Everything but attention for a micro-batch of `num_tokens` tokens, constant included."""
+        p = self.profile
+        return Latency(
+            self.linear_scale * (p.forward_ms_per_token * num_tokens + p.forward_ms_constant),
+            self.linear_scale * (p.backward_ms_per_token * num_tokens + p.backward_ms_constant),
+        )
+
+    def predict(self, lengths: Sequence[int], densities: Sequence[float], dense: bool = False) -> Latency:
+        """Time of a packed micro-batch: its documents' attention, plus the linear part, plus the constant.
+
+        Args:
+            lengths: tokens of each document.
+            densities: density of each document at the micro-batch's budget, in the same order.
+            dense: whether the budget is p = 1, where the dense kernel runs.
+
+        Raises:
+            ValueError: the two sequences differ in length.
+        """
+        if len(lengths) != len(densities):
+            raise ValueError(f"one density per document: {len(lengths)} lengths and {len(densities)} densities given")
+        forward_ms, backward_ms = self.attention_ms(lengths, densities, dense).sum(axis=1).tolist()
+        return Latency(forward_ms, backward_ms) + self.linear(sum(lengths))
+
+    def components(
+        self, lengths: Sequence[int], densities: Sequence[float], dense: bool = False
+    ) -> tuple[float, float]:
+        """(attention_ms, linear_ms with constant) of a micro-batch, forward and backward, before the two scales.
+
+        With the measured time beside them these are the observations `refit` takes.
+        """
+        plain = LatencyPredictor(self.profile)
+        linear_ms = plain.linear(sum(lengths)).total_ms
+        return plain.predict(lengths, densities, dense).total_ms - linear_ms, linear_ms
+
+    def refit(self, observations: Sequence[tuple[float, float, float]]) -> LatencyPredictor:
+        """Fit the two scales to measured times; the table's shape stays.
+
+        Relative residuals (measured - attention_scale * attention - linear_scale * linear) / (attention + linear) are
+        fitted by Huber's iteratively re-weighted least squares, so that neither long micro-batches nor a stalled step
+        dominates. The leverage of each point bounds its weight too, since Huber's loss alone does not protect against
+        an outlier that is also an extreme mix. With fewer than 8 observations, or where all mix attention and linear
+        work alike, one common ratio (the median) is taken for both. Scales are clipped to [0.25, 4].
+
+        Args:
+            observations: (attention_ms, linear_ms, measured_ms) per micro-batch, the first two from `components`.
+                Entries that are not finite and positive in prediction and measurement are left out.
+
+        Returns:
+            A new predictor; the same one if no observation is usable.
+        """
+        usable = [
+            (a, lin, m) for a, lin, m in observations if math.isfinite(a + lin + m) and a + lin > 0.0 and m > 0.0
+        ]
+        if not usable:
+            return self
+        attention_N, linear_N, measured_N = np.array(usable).T
+        predicted_N = attention_N + linear_N
+        share_N, ratio_N = attention_N / predicted_N, measured_N / predicted_N
+        scales = _robust_line(share_N, ratio_N) if len(usable) >= _MIN_OBSERVATIONS else None
+        if scales is None:
+            scales = (float(np.median(ratio_N)),) * 2
+        attention_scale, linear_scale = (min(max(scale, 0.25), 4.0) for scale in scales)
+        return LatencyPredictor(self.profile, attention_scale, linear_scale)
+
+    def _sparse_row(self, row_X: NDArray[np.intp], density_X: NDArray[np.float64]) -> NDArray[np.float64]:
+        grid_D = self._densities_D
+        if len(grid_D) == 1:
+            return self._sparse_2RD[:, row_X, 0]
+        upper_X = np.clip(np.searchsorted(grid_D, density_X), 1, len(grid_D) - 1)
+        weight_X = (density_X - grid_D[upper_X - 1]) / (grid_D[upper_X] - grid_D[upper_X - 1])
+        low_2X, high_2X = self._sparse_2RD[:, row_X, upper_X - 1], self._sparse_2RD[:, row_X, upper_X]
+        return np.maximum(low_2X + weight_X * (high_2X - low_2X), 0.0)
+
+    def _power_law(
+        self,
+        log_X: NDArray[np.float64],
+        lower_X: NDArray[np.intp],
+        upper_X: NDArray[np.intp],
+        low_2X: NDArray[np.float64],
+        high_2X: NDArray[np.float64],
+    ) -> NDArray[np.float64]:
+        log_low_2X, log_high_2X = np.log(np.maximum(low_2X, _TINY_MS)), np.log(np.maximum(high_2X, _TINY_MS))
+        start_X = self._log_lengths_R[lower_X]
+        exponent_2X = (log_high_2X - log_low_2X) / (self._log_lengths_R[upper_X] - start_X)
+        # Outside the table noise in the last two rows would be multiplied: attention grows between L^0 and L^3.
+        outside_X = (log_X < self._log_lengths_R[0]) | (log_X > self._log_lengths_R[-1])
+        exponent_2X = np.where(outside_X, np.clip(exponent_2X, 0.0, 3.0), exponent_2X)
+        above_X = log_X > self._log_lengths_R[-1]
+        anchor_X = np.where(above_X, self._log_lengths_R[upper_X], start_X)
+        log_time_2X = np.where(above_X, log_high_2X, log_low_2X) + exponent_2X * (log_X - anchor_X)
+        return np.exp(log_time_2X)
+
+
+_MIN_OBSERVATIONS = 8
+_MIN_SHARE_SPREAD = 0.02  # below this the slope is decided by noise
+
+
+def _robust_line(share_N: NDArray[np.float64], ratio_N: NDArray[np.float64]) -> tuple[float, float] | None:
+    """(attention scale, linear scale) of ratio = linear + (attention - linear) * share; None if undetermined."""
+    # Half of the points must differ, or one outlying mix alone would set the slope.
+    low, high = np.quantile(share_N, (0.25, 0.75))
+    if high - low < _MIN_SHARE_SPREAD:
+        return None
+    design_N2 = np.stack([share_N, 1.0 - share_N], axis=1)
+    hat_N = np.einsum("ni,ij,nj->n", design_N2, np.linalg.inv(design_N2.T @ design_N2), design_N2)
+    trust_N = np.sqrt(np.maximum(1.0 - hat_N, 0.0))
+    weight_N = trust_N
+    scales = np.full(2, np.median(ratio_N))
+    for _ in range(50):
+        residual_N = ratio_N - design_N2 @ scales
+        spread = max(1.4826 * float(np.median(np.abs(residual_N))), 1e-6 * float(np.median(ratio_N)))
+        bounded_N = np.minimum(1.0, 1.345 * spread * trust_N / np.maximum(np.abs(residual_N), 1e-300))
+        weight_N = trust_N * bounded_N
+        normal_22 = design_N2.T @ (weight_N[:, None] * design_N2)
+        updated = np.linalg.solve(normal_22, design_N2.T @ (weight_N * ratio_N))
+        converged = float(np.max(np.abs(updated - scales))) <= 1e-9 * float(np.max(np.abs(updated)))
+        scales = updated
+        if converged:
+            break
+    return float(scales[0]), float(scales[1])
+
+
+def _line(xs: Sequence[float], ys: Sequence[float], at: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Piecewise linear through (xs, ys), its end pieces prolonged, never negative; constant for one point."""
+    if len(xs) == 1:
+        return np.full(len(at), ys[0])
+    x, y = np.asarray(xs), np.asarray(ys)
+    upper = np.clip(np.searchsorted(x, at), 1, len(x) - 1)
+    slope = (y[upper] - y[upper - 1]) / (x[upper] - x[upper - 1])
+    values: NDArray[np.float64] = np.maximum(y[upper - 1] + slope * (at - x[upper - 1]), 0.0)
+    return values
+
+
+def _bad(what: str) -> UserError:
+    return UserError(f"--profile: {what}: {_REMEDY}")
+
+
+def _check_ms(value: float, where: str) -> None:
+    if not (math.isfinite(value) and value >= 0.0):
+        raise _bad(f"{where} must be a time of at least 0 ms, not {value}")
+
+
+def _mapping(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _bad(f"{where} must be an object")
+    return value
+
+
+def _list(value: object, where: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _bad(f"{where} must be a list")
+    return value
+
+
+def _get(data: dict[str, Any], name: str) -> Any:
+    if name not in data:
+        raise _bad(f"field {name} is missing")
+    return data[name]
+
+
+def _number(data: dict[str, Any], name: str) -> float:
+    value = _get(data, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise _bad(f"{name} must be a number, not {value!r}")
+    return float(value)

@@ -1,0 +1,249 @@
+"""What a run plans and what it learns: batches per epoch, budgets per step, and the state that a resumed run needs.
+
+Every rank holds the same planner, feeds it the same measurements in the same order, and so plans the same without
+talking.  The batches of an epoch depend only on the seed, the epoch, the lengths and a snapshot taken when the epoch
+is first planned (design: SAB); the budgets also depend on what was measured since.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_sparsebalance.batching import BatchPlan, plan_batches
+from hf_sparsebalance.density import CurveStore, DensityCurve
+from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.latency import LatencyPredictor
+from hf_sparsebalance.tuning import MicroBatch, Tuning, tune_sparsity
+
+# About 64 steps of 8 micro-batches: long enough for a stable fit, short enough to follow a machine that slows down.
+OBSERVATIONS_KEPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSettings:
+    """What the plan depends on beside the data.
+
+    Attributes:
+        batching: strategy of :func:`plan_batches`.
+        num_ranks, num_slots: data-parallel ranks, and micro-batches per rank and step.
+        batch_size: documents per micro-batch.
+        seed: seed of the shuffles.
+        window: global batches planned together.
+        max_tokens: most tokens of a micro-batch, or None.
+        base_top_p: budget without tuning, in (0, 1]; None for dense attention.
+        tolerance: largest loss of coverage; 0 turns the tuning off.
+        anchor, scope: see :func:`tune_sparsity`.
+        block_size: tokens per attention block.
+        refit: whether measured times move the predictor's constants.
+    """
+
+    batching: str
+    num_ranks: int
+    num_slots: int
+    batch_size: int
+    seed: int
+    window: int
+    max_tokens: int | None
+    base_top_p: float | None
+    tolerance: float
+    anchor: str
+    scope: str
+    block_size: int
+    refit: bool
+
+    @property
+    def tunes(self) -> bool:
+        """Whether budgets move at all."""
+        return self.tolerance > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What one micro-batch showed.
+
+    Attributes:
+        samples: its sample numbers.
+        top_p: the budget it ran with; None for dense attention.
+        total_ms: its forward and backward time.
+        curve: its density curve, or None when no gate was computed.
+    """
+
+    samples: tuple[int, ...]
+    top_p: float | None
+    total_ms: float
+    curve: DensityCurve | None
+
+
+class Planner:
+    """Plans one training run from its lengths.
+
+    Args:
+        settings: see :class:`PlanSettings`.
+        lengths: tokens of each sample.
+        predictor: needed by ``sparsity_aware`` batching and by tuning.
+
+    Raises:
+        UserError: a predictor is needed and missing.
+    """
+
+    def __init__(
+        self, settings: PlanSettings, lengths: Sequence[int], predictor: LatencyPredictor | None = None
+    ) -> None:
+        if predictor is None and (settings.tunes or settings.batching == "sparsity_aware"):
+            raise UserError(
+                "--profile is needed for batching=sparsity_aware and for tolerance > 0: run `sparsebalance profile`, "
+                "or use --batching random --tolerance 0"
+            )
+        self.settings = settings
+        self.lengths = lengths
+        self.predictor = predictor
+        self.curves = CurveStore(settings.block_size)
+        self._observations: deque[tuple[float, float, float]] = deque(maxlen=OBSERVATIONS_KEPT)
+        self._snapshot: tuple[int, dict[str, Any]] | None = None
+        self._plan: tuple[int, BatchPlan] | None = None
+        # Refuses what cannot be planned before anything has been trained.
+        self.batches(0)
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of an epoch; the same for every epoch."""
+        settings = self.settings
+        return len(self.lengths) // (settings.num_ranks * settings.num_slots * settings.batch_size)
+
+    def batches(self, epoch: int) -> BatchPlan:
+        """The batches of an epoch; planned once, from the state at the first call for that epoch."""
+        if self._plan is None or self._plan[0] != epoch:
+            if self._snapshot is None or self._snapshot[0] != epoch:
+                self._snapshot = (epoch, self._learned())
+            self._plan = (epoch, self._plan_epoch(epoch, self._snapshot[1]))
+        return self._plan[1]
+
+    def budgets(self, epoch: int, step: int) -> Tuning | None:
+        """The budgets of one step of an epoch, in the order of :meth:`micro_batches`; None without tuning."""
+        if not self.settings.tunes:
+            return None
+        assert self.predictor is not None and self.settings.base_top_p is not None
+        return tune_sparsity(
+            self.micro_batches(epoch, step),
+            self.predictor,
+            base_top_p=self.settings.base_top_p,
+            tolerance=self.settings.tolerance,
+            anchor=self.settings.anchor,
+            scope=self.settings.scope,
+        )
+
+    def micro_batches(self, epoch: int, step: int) -> list[MicroBatch]:
+        """The micro-batches of one step, rank by rank and slot by slot, with the curves known now."""
+        return [
+            MicroBatch(
+                rank,
+                slot,
+                tuple(self.lengths[sample] for sample in samples),
+                tuple(self.curves.lookup(sample, self.lengths[sample]) for sample in samples),
+            )
+            for rank, slots in enumerate(self.batches(epoch).steps[step])
+            for slot, samples in enumerate(slots)
+        ]
+
+    def predict_ms(self, samples: Sequence[int], top_p: float | None) -> float | None:
+        """Predicted time of a micro-batch of these samples at a budget (None: dense); None without a predictor."""
+        if self.predictor is None:
+            return None
+        lengths, densities, dense = self._at(samples, top_p)
+        return self.predictor.predict(lengths, densities, dense).total_ms
+
+    def observe(self, measured: Sequence[Measured]) -> None:
+        """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
+        if self.predictor is not None and self.settings.refit:
+            for seen in measured:
+                lengths, densities, dense = self._at(seen.samples, seen.top_p, seen.curve)
+                components = self.predictor.components(lengths, densities, dense)
+                self._observations.append((*components, seen.total_ms))
+            self.predictor = self.predictor.refit(tuple(self._observations))
+        for seen in measured:
+            if seen.curve is not None:
+                for sample in seen.samples:
+                    self.curves.observe(sample, self.lengths[sample], seen.curve)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain JSON data from which a resumed run plans on as this one would."""
+        snapshot = None if self._snapshot is None else {"epoch": self._snapshot[0], "learned": self._snapshot[1]}
+        return {
+            "learned": self._learned(),
+            "observations": [list(observation) for observation in self._observations],
+            "snapshot": snapshot,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the state of :meth:`state_dict`.
+
+        Raises:
+            UserError: the state is not one of these.
+        """
+        try:
+            self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
+            self.predictor = _scaled(self.predictor, state["learned"]["scales"])
+            self._observations.clear()
+            self._observations.extend((float(a), float(b), float(c)) for a, b, c in state["observations"])
+            snapshot = state["snapshot"]
+            self._snapshot = None if snapshot is None else (int(snapshot["epoch"]), dict(snapshot["learned"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"the checkpoint's balance state is damaged ({error!r}): resume from an earlier checkpoint"
+            ) from error
+        self._plan = None
+
+    def _learned(self) -> dict[str, Any]:
+        scales = None if self.predictor is None else [self.predictor.attention_scale, self.predictor.linear_scale]
+        return {"curves": self.curves.state_dict(), "scales": scales}
+
+    def _plan_epoch(self, epoch: int, learned: Mapping[str, Any]) -> BatchPlan:
+        settings = self.settings
+        return plan_batches(
+            self.lengths,
+            strategy=settings.batching,
+            num_ranks=settings.num_ranks,
+            num_slots=settings.num_slots,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            epoch=epoch,
+            window=settings.window,
+            max_tokens=settings.max_tokens,
+            cost_ms=self._costs_ms(learned) if settings.batching == "sparsity_aware" else None,
+        )
+
+    def _costs_ms(self, learned: Mapping[str, Any]) -> list[float]:
+        """Predicted time of each sample alone at the base budget, from the snapshot only."""
+        predictor = _scaled(self.predictor, learned["scales"])
+        curves = CurveStore.from_state_dict(learned["curves"])
+        assert predictor is not None
+        top_p = self.settings.base_top_p
+        dense = top_p is None or top_p == 1.0
+        densities = [
+            1.0 if top_p is None else curves.lookup(sample, length).at(top_p)
+            for sample, length in enumerate(self.lengths)
+        ]
+        attention_ms = predictor.attention_ms(self.lengths, densities, dense).sum(axis=0)
+        empty_ms = predictor.linear(0).total_ms
+        return [
+            float(ms) + predictor.linear(length).total_ms - empty_ms
+            for ms, length in zip(attention_ms, self.lengths, strict=True)
+        ]
+
+    def _at(
+        self, samples: Sequence[int], top_p: float | None, curve: DensityCurve | None = None
+    ) -> tuple[list[int], list[float], bool]:
+        lengths = [self.lengths[sample] for sample in samples]
+        if top_p is None or top_p == 1.0:
+            return lengths, [1.0] * len(lengths), True
+        curves = [curve or self.curves.lookup(sample, length) for sample, length in zip(samples, lengths, strict=True)]
+        return lengths, [known.at(top_p) for known in curves], False
+
+
+def _scaled(predictor: LatencyPredictor | None, scales: Sequence[float] | None) -> LatencyPredictor | None:
+    if predictor is None or scales is None:
+        return predictor
+    return replace(predictor, attention_scale=float(scales[0]), linear_scale=float(scales[1]))

@@ -1,0 +1,100 @@
+"""Times of one rank's micro-batches, without the waiting.
+
+The backward pass of the last micro-batch ends, for its caller, when the slowest rank's gradients have arrived.  What a
+micro-batch cost its own rank ends earlier: when the last parameter's gradient was accumulated here.  Hooks on the
+parameters mark that moment.  On CUDA the marks are events; nothing waits for the device until the step's times are
+read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+Mark = float | torch.cuda.Event
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchTime:
+    """Milliseconds: start after the step's start, forward pass with loss, backward pass without waiting."""
+
+    start_ms: float
+    forward_ms: float
+    backward_ms: float
+
+
+class MicroBatchClock:
+    """Marks the step, each micro-batch, its forward pass and its last gradient on one rank.
+
+    Args:
+        device: where the model runs; CUDA is timed by events, anything else by the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type == "cuda"
+        self._step: Mark | None = None
+        self._open: list[Mark] = []
+        self._last_gradient: Mark | None = None
+        self._micro_batches: list[tuple[Mark, Mark, Mark]] = []
+
+    def watch(self, parameters: Iterable[torch.nn.Parameter]) -> list[torch.utils.hooks.RemovableHandle]:
+        """Hook the trainable parameters; remove the handles after training."""
+        return [
+            parameter.register_post_accumulate_grad_hook(self._gradient_arrived)
+            for parameter in parameters
+            if parameter.requires_grad
+        ]
+
+    def start_step(self) -> None:
+        """The step begins here; forgets the one before."""
+        self._micro_batches = []
+        self._step = self._now()
+
+    @contextlib.contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        """Around a forward and backward pass."""
+        self._last_gradient = None
+        self._open = [self._now()]
+        yield
+        forward_end = self._open[1] if len(self._open) > 1 else self._open[0]
+        self._micro_batches.append((self._open[0], forward_end, self._last_gradient or self._now()))
+        self._open = []
+
+    def forward_ended(self) -> None:
+        """The loss is there.  Ignored outside a micro-batch (evaluation shares the code that calls this)."""
+        if len(self._open) == 1:
+            self._open.append(self._now())
+
+    def times(self) -> list[MicroBatchTime]:
+        """The step's micro-batches so far, in order; waits for the device."""
+        assert self._step is not None
+        if self._events:
+            torch.cuda.synchronize()
+        return [
+            MicroBatchTime(_between(self._step, start), _between(start, forward), _between(forward, end))
+            for start, forward, end in self._micro_batches
+        ]
+
+    def _now(self, reuse: Mark | None = None) -> Mark:
+        if not self._events:
+            return time.perf_counter()
+        # One event per micro-batch serves all its parameters: each gradient moves the mark.
+        event = reuse if isinstance(reuse, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _gradient_arrived(self, _parameter: torch.nn.Parameter) -> None:
+        if self._open:
+            self._last_gradient = self._now(self._last_gradient)
+
+
+def _between(start: Mark, end: Mark) -> float:
+    if isinstance(start, torch.cuda.Event):
+        assert isinstance(end, torch.cuda.Event)
+        return start.elapsed_time(end)
+    assert not isinstance(end, torch.cuda.Event)
+    return (end - start) * 1000.0

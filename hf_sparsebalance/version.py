@@ -1,0 +1,3 @@
+"""The version, in the one place that packaging and the run logs both read."""
+
+__version__ = "0.1.0"

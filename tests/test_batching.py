@@ -1,0 +1,210 @@
+"""Batch plans: complete, reproducible, even."""
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_sparsebalance.batching import STRATEGIES, plan_batches
+from hf_sparsebalance.errors import UserError
+
+
+def cost(length):
+    return 5e-4 * length + 4.8e-8 * length**2
+
+
+def rank_sums(plan, weights, step):
+    return [sum(weights[i] for slot in rank for i in slot) for rank in plan.steps[step]]
+
+
+def total_ms(plan, weights):
+    return sum(max(rank_sums(plan, weights, step)) for step in range(plan.num_steps))
+
+
+def heavy_tailed(count, seed):
+    rng = random.Random(seed)
+    return [min(32_768, int(rng.lognormvariate(7.5, 1.2)) + 1) for _ in range(count)]
+
+
+@st.composite
+def problems(draw):
+    ranks, slots, batch = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    size = ranks * slots * batch
+    lengths = draw(st.lists(st.integers(1, 5000), min_size=size, max_size=4 * size))
+    options = {"num_ranks": ranks, "num_slots": slots, "batch_size": batch, "cost_ms": [cost(n) for n in lengths]}
+    options |= {"seed": draw(st.integers(0, 3)), "epoch": draw(st.integers(0, 3)), "window": draw(st.integers(1, 4))}
+    return lengths, options
+
+
+@settings(deadline=None)
+@given(problems(), st.sampled_from(STRATEGIES))
+def test_every_sample_once_and_every_slot_filled(problem, strategy):
+    """A plan holds every sample exactly once, in non-empty micro-batches of the configured shape; again the same."""
+    lengths, options = problem
+    plan = plan_batches(lengths, strategy=strategy, **options)
+    ranks, slots, batch = options["num_ranks"], options["num_slots"], options["batch_size"]
+    assert plan.num_steps == len(lengths) // (ranks * slots * batch)
+    everything = [i for step in range(plan.num_steps) for i in plan.samples(step)]
+    assert sorted(everything) == list(range(len(lengths)))
+    for step in plan.steps:
+        assert len(step) == ranks
+        for rank in step:
+            assert len(rank) == slots
+            assert all(rank)
+    counts = [len(plan.samples(step)) for step in range(plan.num_steps)]
+    assert max(counts) - min(counts) <= 1  # the remainder is spread evenly
+    assert plan == plan_batches(lengths, strategy=strategy, **options)
+
+
+@settings(deadline=None)
+@given(problems(), st.sampled_from(["sparsity_aware", "length_partition"]))
+def test_window_of_one_keeps_each_steps_samples(problem, strategy):
+    """With window 1 (and in length_partition) each step has the samples `random` gives it: the same gradient."""
+    lengths, options = problem
+    options["window"] = 1
+    plan = plan_batches(lengths, strategy=strategy, **options)
+    plain = plan_batches(lengths, strategy="random", **options)
+    assert [sorted(plan.samples(s)) for s in range(plan.num_steps)] == [
+        sorted(plain.samples(s)) for s in range(plan.num_steps)
+    ]
+
+
+@settings(deadline=None)
+@given(problems())
+def test_window_keeps_its_samples_together(problem):
+    """A larger window only moves samples between the global batches drawn together."""
+    lengths, options = problem
+    plan = plan_batches(lengths, strategy="sparsity_aware", **options)
+    plain = plan_batches(lengths, strategy="random", **options)
+    for first in range(0, plan.num_steps, options["window"]):
+        inside = range(first, min(first + options["window"], plan.num_steps))
+        planned = sorted(i for s in inside for i in plan.samples(s))
+        drawn = sorted(i for s in inside for i in plain.samples(s))
+        assert planned == drawn
+
+
+def test_seed_and_epoch_change_the_order():
+    """Another seed or another epoch gives another order."""
+    lengths = heavy_tailed(64, 0)
+    options = {"strategy": "random", "num_ranks": 2, "num_slots": 2}
+    plans = [plan_batches(lengths, seed=s, epoch=e, **options) for s, e in ((0, 0), (1, 0), (0, 1))]
+    assert plans[0] != plans[1] != plans[2] != plans[0]
+
+
+def test_random_deals_slot_by_slot_as_accelerate_does():
+    """Consecutive batches go to rank 0, 1, ... of slot 0, then of slot 1."""
+    lengths = [10] * 24
+    flat = plan_batches(lengths, strategy="random", num_ranks=1, num_slots=1, seed=5)
+    order = [i for step in range(24) for i in flat.samples(step)]
+    plan = plan_batches(lengths, strategy="random", num_ranks=2, num_slots=3, batch_size=2, seed=5)
+    dealt = [
+        i for step in range(2) for slot in range(3) for rank in range(2) for i in plan.micro_batch(step, rank, slot)
+    ]
+    assert dealt == order
+
+
+def test_length_group_follows_hugging_faces_rule():
+    """Each mega-batch is sorted by length, and the longest sample of all is in the very first micro-batch."""
+    lengths = heavy_tailed(640, 3)
+    plan = plan_batches(lengths, strategy="length_group", num_ranks=2, num_slots=4)
+    dealt = [plan.micro_batch(s, r, k)[0] for s in range(80) for k in range(4) for r in range(2)]
+    assert lengths[dealt[0]] == max(lengths)
+    size = min(640 // 16, 50) * 4
+    flat = plan_batches(lengths, strategy="random", num_ranks=1, num_slots=1)
+    order = [i for step in range(640) for i in flat.samples(step)]
+    for first in range(0, 640, size):
+        mega = dealt[first : first + size]
+        assert [lengths[i] for i in mega[1:]] == sorted((lengths[i] for i in mega[1:]), reverse=True)
+        # The swap of the two first samples aside, a mega-batch is a slice of the shuffled order.
+        assert len(set(mega) - set(order[first : first + size])) <= 1
+
+
+def test_length_partition_evens_tokens_inside_a_step():
+    """Partition by length leaves ranks less uneven than dealing, and each micro-batch holds batch_size samples."""
+    lengths = heavy_tailed(512, 4)
+    options = {"num_ranks": 2, "num_slots": 4, "batch_size": 2}
+    plan = plan_batches(lengths, strategy="length_partition", **options)
+    assert total_ms(plan, lengths) < total_ms(plan_batches(lengths, strategy="random", **options), lengths)
+    assert {len(slot) for step in plan.steps for rank in step for slot in rank} == {2}
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.integers(1, 2000), min_size=8, max_size=8))
+def test_sparsity_aware_step_is_within_a_sample_of_the_exhaustive_best(lengths):
+    """On 2 ranks of 4 samples the slowest rank exceeds the best possible split by at most half the largest sample."""
+    # If no swap of the slow rank helps, every difference d of a pair satisfies d <= 0 or d >= gap = slow - fast. With
+    # equal counts some pair has d > 0 (else slow <= fast), so gap <= d <= largest; best >= mean = slow - gap / 2.
+    weights = [float(n) for n in lengths]
+    plan = plan_batches(lengths, strategy="sparsity_aware", num_ranks=2, num_slots=4, cost_ms=weights)
+    best = min(
+        max(sum(weights[i] for i in half), sum(weights) - sum(weights[i] for i in half))
+        for half in itertools.combinations(range(8), 4)
+    )
+    assert best <= max(rank_sums(plan, weights, 0)) <= best + max(weights) / 2
+
+
+@pytest.mark.parametrize(("ranks", "slots"), [(2, 2), (2, 4), (8, 4), (8, 1)])
+def test_sparsity_aware_beats_its_rivals_on_heavy_tails(ranks, slots):
+    """By total time over one epoch: window 1 is no slower than length_partition; given as many samples
+    to choose from as length_group's mega-batch (50 batches of one rank), a window is faster than every rival."""
+    lengths = heavy_tailed(4096, 7)
+    costs = [cost(n) for n in lengths]
+    options = {"num_ranks": ranks, "num_slots": slots, "cost_ms": costs}
+    totals = {s: total_ms(plan_batches(lengths, strategy=s, **options), costs) for s in STRATEGIES}
+    wide = total_ms(plan_batches(lengths, strategy="sparsity_aware", window=50 // ranks, **options), costs)
+    assert totals["sparsity_aware"] <= totals["length_partition"] * (1 + 1e-12)
+    assert wide < min(totals.values())
+    assert wide >= math.fsum(costs) / ranks
+
+
+@settings(deadline=None)
+@given(problems())
+def test_token_budget_is_kept(problem):
+    """With room for a whole rank's longest samples the plan always succeeds, and no micro-batch exceeds max_tokens."""
+    lengths, options = problem
+    # Enough for any greedy fit: the longest samples of a rank (extra ones included) in a single micro-batch.
+    extra = len(lengths) % (options["num_ranks"] * options["num_slots"] * options["batch_size"])
+    per_rank = options["num_slots"] * options["batch_size"] + extra
+    limit = sum(sorted(lengths)[-per_rank:])
+    plan = plan_batches(lengths, strategy="sparsity_aware", max_tokens=limit, **options)
+    assert max(sum(lengths[i] for i in slot) for step in plan.steps for rank in step for slot in rank) <= limit
+
+
+def test_token_budget_is_packed_tightly():
+    """Where dealing by cost would overflow a micro-batch, documents are packed to fit."""
+    lengths = [100, 60, 60, 40, 40, 100, 50, 50]
+    plan = plan_batches(
+        lengths,
+        strategy="sparsity_aware",
+        num_ranks=1,
+        num_slots=5,
+        cost_ms=[float(n) for n in lengths],
+        max_tokens=100,
+    )
+    assert {sum(lengths[i] for i in slot) for slot in plan.steps[0][0]} == {100}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"strategy": "sorted"}, "strategy"),
+        ({"num_ranks": 64}, "per_device_train_batch_size or gradient_accumulation_steps"),
+        ({"num_slots": 0}, "num_slots"),
+        ({"window": 0}, "window"),
+        ({"max_tokens": 99}, "max_tokens"),
+        ({"max_tokens": 101, "batch_size": 2}, "max_tokens"),
+        ({"max_tokens": 101, "batch_size": 2, "strategy": "sparsity_aware"}, "max_tokens"),
+        ({"cost_ms": None, "strategy": "sparsity_aware"}, "cost_ms"),
+        ({"cost_ms": [1.0], "strategy": "sparsity_aware"}, "cost_ms"),
+        ({"cost_ms": [math.nan] * 16, "strategy": "sparsity_aware"}, "cost_ms"),
+    ],
+)
+def test_bad_options_are_user_errors(wrong, named):
+    """A wrong option is refused in one line that names it and the way out."""
+    options = {"strategy": "random", "num_ranks": 2, "num_slots": 2, "cost_ms": [1.0] * 16, **wrong}
+    with pytest.raises(UserError, match=named) as error:
+        plan_batches([100] * 16, **options)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,123 @@
+"""Density curves: interpolation, cleaning, the analytic prior and the store."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_sparsebalance.density import CurveStore, DensityCurve, uniform_curve
+from hf_sparsebalance.errors import UserError
+
+# Sums of a few numbers in [0, 1]: rounding stays within a few units in the last place.
+ULPS = 8 * 2.0**-52
+
+measured = st.lists(st.integers(1, 999), min_size=1, max_size=8, unique=True).flatmap(
+    lambda grid: st.tuples(
+        st.just([g / 1000 for g in sorted(grid)]),
+        st.lists(st.floats(-0.5, 1.5), min_size=len(grid), max_size=len(grid)),
+    )
+)
+
+
+def test_at_interpolates_and_is_dense_at_one():
+    """A curve is linear between its points, starts in the origin, and is exactly 1 at p = 1."""
+    curve = DensityCurve((0.5, 1.0), (0.2, 1.0))
+    assert curve.at(0.25) == pytest.approx(0.1, abs=ULPS)
+    assert curve.at(0.5) == 0.2
+    assert curve.at(0.75) == pytest.approx(0.6, abs=ULPS)
+    assert curve.at(1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("top_p", "density"),
+    [((), ()), ((0.5,), (0.5,)), ((0.5, 0.5, 1.0), (0.1, 0.2, 1.0)), ((0.4, 0.5, 1.0), (0.3, 0.2, 1.0))]
+    + [((0.0, 1.0), (0.0, 1.0)), ((0.5, 1.0), (-0.1, 1.0)), ((0.5, 1.0), (math.nan, 1.0)), ((0.5, 1.0), (1.0,))],
+)
+def test_curve_refuses_broken_promises(top_p, density):
+    """A curve that is not monotone, in range and closed by (1, 1) cannot be built."""
+    with pytest.raises(ValueError):
+        DensityCurve(top_p, density)
+
+
+@given(measured)
+def test_cleaning_is_monotone_in_range_and_never_below_the_data(data):
+    """A cleaned curve is monotone in [0, 1], ends in (1, 1), and is the least such curve above the clipped data."""
+    top_p, density = data
+    curve = DensityCurve.from_measured(top_p, density)
+    assert list(curve.density) == sorted(curve.density)
+    assert (curve.top_p[-1], curve.density[-1]) == (1.0, 1.0)
+    for i, p in enumerate(top_p):
+        assert curve.at(p) == max(0.0, *(min(value, 1.0) for value in density[: i + 1]))
+
+
+@given(measured, st.lists(st.floats(0.0, 1.0), min_size=2, max_size=2))
+def test_at_is_monotone(data, budgets):
+    """A larger budget never has a smaller density."""
+    curve = DensityCurve.from_measured(*data)
+    low, high = sorted(budgets)
+    assert curve.at(low) <= curve.at(high) + ULPS
+
+
+@pytest.mark.parametrize(("length", "block"), [(5, 4), (64, 4), (63, 4), (10, 1), (257, 64), (1000, 100)])
+def test_uniform_curve_equals_keeping_blocks_one_by_one(length, block):
+    """The prior is what the selection rule keeps of a uniform gate, token by token."""
+    tenths = range(1, 10)
+    curve = uniform_curve(length, block, tuple(i / 10 for i in range(1, 11)))
+    for i in tenths:
+        kept = visible = 0
+        for t in range(length):
+            n = t // block
+            visible += n
+            kept += sum(10 * before < i * n for before in range(n))  # mass before < p, in whole numbers
+        assert curve.at(i / 10) == pytest.approx(kept / visible, rel=1e-12)
+
+
+def test_uniform_curve_without_history_is_dense():
+    """A document no longer than a block keeps everything: nothing is there to drop."""
+    assert set(uniform_curve(64, 64).density) == {1.0}
+    assert uniform_curve(65, 64).at(0.05) == 1.0  # one block of history: the best is always kept
+
+
+def test_store_prefers_own_then_bucket_then_prior():
+    """A sample's own curve wins over its bucket's average, and that over the prior."""
+    store = CurveStore(64)
+    prior = store.lookup(0, 1000)
+    low, high = DensityCurve((0.5, 1.0), (0.1, 1.0)), DensityCurve((0.5, 1.0), (0.3, 1.0))
+    store.observe(1, 1000, low)
+    store.observe(2, 1020, high)
+    assert store.lookup(1, 1000) == low
+    assert store.lookup(3, 600).at(0.5) == pytest.approx(0.2, abs=ULPS)  # same power of two, seldom seen: plain mean
+    assert store.lookup(3, 5000) == CurveStore(64).lookup(3, 5000)
+    assert prior == CurveStore(64).lookup(9, 700)
+
+
+def test_store_average_moves_by_its_weight_once_settled():
+    """After 1 / weight observations a new curve moves the average by exactly the weight."""
+    store = CurveStore(64, average_weight=0.25)
+    for sample in range(4):
+        store.observe(sample, 1000, DensityCurve((0.5, 1.0), (0.2, 1.0)))
+    store.observe(4, 1000, DensityCurve((0.5, 1.0), (0.6, 1.0)))
+    assert store.lookup(99, 1000).at(0.5) == pytest.approx(0.3, abs=ULPS)
+
+
+def test_store_survives_json_and_copies_are_independent():
+    """A store restored from JSON answers alike, and observing in a copy leaves the original alone."""
+    store = CurveStore(64)
+    for sample in range(5):
+        store.observe(sample, 100 * (sample + 1), uniform_curve(100 * (sample + 1), 64))
+    restored = CurveStore.from_state_dict(json.loads(json.dumps(store.state_dict())))
+    questions = [(s, n) for s in (*range(5), 77) for n in (10, 64, 65, 100, 300, 500, 9000)]
+    assert [restored.lookup(*q) for q in questions] == [store.lookup(*q) for q in questions]
+    before = [store.lookup(*q) for q in questions]
+    store.copy().observe(77, 500, DensityCurve((1.0,), (1.0,)))
+    assert [store.lookup(*q) for q in questions] == before
+
+
+def test_damaged_state_is_a_user_error():
+    """A checkpoint with damaged curves is refused in one line."""
+    state = CurveStore(64).state_dict()
+    for damage in ({"samples": [[1, 0, [0.1]]]}, {"grids": None}, {"block_size": "x"}, {"block_size": 0}):
+        with pytest.raises(UserError):
+            CurveStore.from_state_dict({**state, **damage})

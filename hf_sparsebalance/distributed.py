@@ -43,7 +43,7 @@ def check_world(expected: int | None) -> None:
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *rows.shape]`` on CPU, same bits everywhere."""
+    """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *shape]`` on CPU, the same bits everywhere."""
     _, world = rank_and_world()
     if world == 1:
         return rows[None].cpu()

@@ -178,12 +178,12 @@ def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) 
             raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
         if tensor.dtype != query.dtype or tensor.device != query.device:
             raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, query is {query.dtype} on {query.device}; they must agree"
+                f"{name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on {query.device}"
             )
     if key.shape != value.shape or key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2]:
         raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be [tokens, kv_heads, head_dim] with the "
-            f"tokens and head_dim of query {tuple(query.shape)}"
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be [tokens, kv_heads, head_dim] with "
+            f"the tokens and head_dim of query {tuple(query.shape)}"
         )
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")

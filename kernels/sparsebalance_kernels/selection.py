@@ -248,7 +248,7 @@ def _scores(query: torch.Tensor, pooled: torch.Tensor, scale: float) -> torch.Te
 def _keep_rows(
     scores: torch.Tensor, visible: torch.Tensor, document: int, budget: Budget, stats: StatsSums | None
 ) -> torch.Tensor:
-    """Apply the budget to one slab of scores ``[S, H, blocks]``; ``visible [S]`` counts each token's history blocks."""
+    """Apply the budget to one slab of scores ``[S, H, blocks]``; ``visible [S]``: history blocks per token."""
     blocks = scores.shape[-1]
     # The most recent block first, so that a stable sort gives ties to recency.
     scores = scores.flip(-1)

@@ -240,9 +240,10 @@ def _check_budget(
         if not all(0.0 < p <= 1.0 for p in probabilities):
             raise ValueError(f"top_p must lie in (0, 1], got {probabilities[:8]}")
     if top_k is not None:
-        counts = tuple(int(k) for k in _per_document(top_k, num_documents, "top_k"))
-        if not all(k >= 1 for k in counts):
-            raise ValueError(f"top_k must be at least 1 (the own block), got {counts[:8]}")
+        numbers = _per_document(top_k, num_documents, "top_k")
+        if not all(k >= 1 and float(k).is_integer() for k in numbers):
+            raise ValueError(f"top_k must be a whole number of at least 1 (the own block), got {numbers[:8]}")
+        counts = tuple(int(k) for k in numbers)
     return Budget(block_size, probabilities, counts, min_blocks, max_blocks, sink_blocks)
 
 

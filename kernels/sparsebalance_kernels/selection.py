@@ -283,7 +283,8 @@ def _keep_rows(
 
     rank = torch.arange(blocks, device=scores.device)
     keep = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, rank < count[..., None])
-    return keep.flip(-1)
+    # Hidden blocks may rank among the visible ones where a row's own scores are -inf.
+    return (keep & (number < visible[..., None])).flip(-1)
 
 
 def _clamp_count(count: torch.Tensor, visible: torch.Tensor, budget: Budget) -> torch.Tensor:

@@ -18,6 +18,10 @@ from sparsebalance_kernels.selection import BlockSelection, Tile
 # 64 own blocks of 128 tokens and two heads hold 8 MiB of scores; more at once only leaves the cache.
 OWN_BLOCKS_AT_ONCE = 64
 
+# A product of fewer rows takes another path in MKL and rounds otherwise; how many rows keep a block depends on later
+# tokens, and their change must not move one bit of an earlier output.
+LEAST_ROWS = 16
+
 
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, selection: BlockSelection, scale: float
@@ -158,7 +162,7 @@ def _history_forward(
     num_rows, num_pairs = rows_of_head.shape[1], tile.rows.numel()
     partial = q.new_empty(num_pairs, dim)
     maximum, total = q.new_empty(num_pairs), q.new_empty(num_pairs)
-    scores = q.new_empty(max(map(max, tile.pair_counts)), block_size)
+    scores = q.new_empty(max(LEAST_ROWS, *map(max, tile.pair_counts)), block_size)
     first_pair = 0
     for head, counts in enumerate(tile.pair_counts):
         for block, count in enumerate(counts):
@@ -168,11 +172,17 @@ def _history_forward(
             first_pair += count
             start = tile.document_start + block * block_size
             queries = rows_of_head[head].index_select(0, tile.rows[pairs])
-            block_scores = torch.mm(queries, k[head, start : start + block_size].T, out=scores[:count])
+            if count < LEAST_ROWS:
+                queries = F.pad(queries, (0, 0, 0, LEAST_ROWS - count))
+            all_scores = torch.mm(queries, k[head, start : start + block_size].T, out=scores[: len(queries)])
+            block_scores = all_scores[:count]
             block_maximum = torch.amax(block_scores, dim=-1, out=maximum[pairs])
             block_scores.sub_(block_maximum[:, None]).exp_()
             torch.sum(block_scores, dim=-1, out=total[pairs])
-            torch.mm(block_scores, v[head, start : start + block_size], out=partial[pairs])
+            if count < LEAST_ROWS:
+                partial[pairs] = torch.mm(all_scores, v[head, start : start + block_size])[:count]
+            else:
+                torch.mm(all_scores, v[head, start : start + block_size], out=partial[pairs])
 
     row_of_pair = _global_rows(tile, num_rows)
     own_lse = lse[:, tile.start : tile.stop].reshape(num_kv_heads * num_rows)

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hf_sparsebalance.errors import UserError
-from sparsebalance_kernels import AttentionStats, block_sparse_attention
+from sparsebalance_kernels import CURVE_TOP_K, CURVE_TOP_P, AttentionStats, block_sparse_attention
 
 ATTENTION_NAME = "sparsebalance"
 
@@ -52,8 +52,14 @@ class SparseAttentionDefaults:
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"sparse_attention.top_k must be at least 1 (the own block), got {self.top_k}")
         if self.block_size < 1:
+            raise UserError(f"sparse_attention.block_size must be at least 1, got {self.block_size}: 128 is usual")
+        for name in ("min_blocks", "sink_blocks"):
+            if getattr(self, name) < 0:
+                raise UserError(f"sparse_attention.{name} must not be negative, got {getattr(self, name)}")
+        if self.max_blocks is not None and self.max_blocks < max(self.min_blocks, self.sink_blocks):
             raise UserError(
-                f"sparse_attention.block_size must be at least 1, got {self.block_size}; 128 is a good start"
+                f"sparse_attention.max_blocks ({self.max_blocks}) is below min_blocks ({self.min_blocks}) or "
+                f"sink_blocks ({self.sink_blocks}): raise it, or leave it out for no bound"
             )
 
     @classmethod
@@ -68,6 +74,10 @@ class SparseAttentionDefaults:
         if settings.get("top_p") is None and settings.get("top_k") is None:
             settings["top_p"] = 0.8
         settings["dense_layers"] = tuple(settings.get("dense_layers") or ())
+        layers = config.num_hidden_layers
+        absent = [layer for layer in settings["dense_layers"] if not 0 <= layer < layers]
+        if absent:
+            raise UserError(f"sparse_attention.dense_layers names layers {absent}: the model has 0 to {layers - 1}")
         return cls(**settings)
 
 
@@ -125,11 +135,19 @@ def sparsebalance_mask(
         raise UserError(
             "sparsebalance attention cannot honour this model's own mask function; use attn_implementation='sdpa'"
         )
+    if q_length == 1:
+        # A decoded token sees every written key; a static cache keeps their number on the device, and it stays there.
+        if attention_mask is not None and attention_mask.shape[-1] < kv_length:
+            return attention_mask
+        if isinstance(q_offset, torch.Tensor) or kv_length > q_offset + 1:
+            written = (torch.arange(kv_length, device=device) <= q_offset).expand(batch_size, -1)
+            return written if attention_mask is None else attention_mask & written
+        return None if attention_mask is None else attention_mask[:, -kv_length:]
+    # As wide as what is written, so that the last query stands at the last column, padding or not.
+    num_written = int(q_offset) + q_length
     if attention_mask is not None:
-        return attention_mask[:, -kv_length:]
-    if isinstance(q_offset, torch.Tensor) or kv_length > q_offset + q_length:
-        return (torch.arange(kv_length, device=device) < q_offset + q_length).expand(batch_size, -1)
-    return None
+        return attention_mask[:, :num_written][:, -kv_length:]
+    return torch.ones(batch_size, num_written, dtype=torch.bool, device=device) if kv_length > num_written else None
 
 
 def sparsebalance_attention(
@@ -171,56 +189,63 @@ def sparsebalance_attention(
     """
     _refuse_unsupported(module, key, attention_mask, dropout, sliding_window, output_attentions, softcap, s_aux)
     if attention_mask is not None:
-        key, value, attention_mask = _drop_unwritten_keys(query, key, value, attention_mask)
+        # Keys beyond the mask are those of a static cache that nothing has written yet.
+        width = attention_mask.shape[-1]
+        key, value = key[:, :, :width], value[:, :, :width]
     if query.shape[2] != key.shape[2]:
         return _attend_cache(query, key, value, attention_mask, scaling), None
 
+    if attention_mask is not None and cu_seq_lens_q is not None:
+        raise UserError("give attention_mask or cu_seq_lens_q, not both: packed documents need no mask")
     defaults = SparseAttentionDefaults.of(module.config)
-    top_p, top_k = _budget(module, defaults, sparse_top_p, sparse_top_k)
+    top_p, top_k = _budget(defaults, sparse_top_p, sparse_top_k)
+    dense = module.layer_idx in defaults.dense_layers
     batch, _, length, _ = query.shape
     packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     real = None
     if attention_mask is not None:
         real = attention_mask.flatten().nonzero().squeeze(1)
         packed = [tensor.index_select(0, real) for tensor in packed]
-    boundaries = _document_starts(batch, length, attention_mask, position_ids, cu_seq_lens_q, query.device)
+    boundaries = cu_seq_lens_q
+    if boundaries is None:
+        boundaries = _document_starts(batch, length, real, position_ids, query.device)
     # Without a collector the operator skips the curve, a search per row.
     attended = block_sparse_attention(
         *packed,
         cu_seqlens=boundaries,
-        top_p=top_p,
-        top_k=top_k,
+        top_p=1.0 if dense else top_p,
+        top_k=None if dense else top_k,
         block_size=defaults.block_size,
         min_blocks=defaults.min_blocks,
-        max_blocks=defaults.max_blocks,
+        max_blocks=None if dense else defaults.max_blocks,
         sink_blocks=defaults.sink_blocks,
         scale=scaling,
-        return_stats=sparse_stats is not None,
+        return_stats=sparse_stats is not None and not dense,
     )
+    out = attended if isinstance(attended, torch.Tensor) else attended[0]
     if sparse_stats is not None:
-        out, stats = attended
+        stats = _dense_stats(top_k is not None) if isinstance(attended, torch.Tensor) else attended[1]
         sparse_stats.add(int(module.layer_idx), stats)
-    else:
-        out = attended
     if real is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, real, out)
     return out.unflatten(0, (batch, length)), None
 
 
 def _budget(
-    module: nn.Module,
-    defaults: SparseAttentionDefaults,
-    top_p: torch.Tensor | float | None,
-    top_k: torch.Tensor | int | None,
+    defaults: SparseAttentionDefaults, top_p: torch.Tensor | float | None, top_k: torch.Tensor | int | None
 ) -> tuple[torch.Tensor | float | None, torch.Tensor | int | None]:
-    """The (top_p, top_k) of this layer and call: dense layers, then the call's keyword, then the model's default."""
-    if module.layer_idx in defaults.dense_layers:
-        return 1.0, None
+    """The (top_p, top_k) of this call: its keyword, else the model's default."""
     if top_p is not None and top_k is not None:
         raise UserError("give one of the forward keywords sparse_top_p and sparse_top_k, not both")
     if top_p is None and top_k is None:
         return defaults.top_p, defaults.top_k
     return top_p, top_k
+
+
+def _dense_stats(top_k: bool) -> AttentionStats:
+    """Of a layer that is dense whatever the budget: it counts in the model's mean, and needs no gate."""
+    points = len(CURVE_TOP_K if top_k else CURVE_TOP_P)
+    return AttentionStats(1.0, 1.0, 1.0, torch.ones(points, dtype=torch.float64))
 
 
 def _refuse_unsupported(
@@ -255,31 +280,13 @@ def _refuse_unsupported(
         raise UserError("sparsebalance attention is causal; this module is not")
 
 
-def _drop_unwritten_keys(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut the keys of a static cache to those that exist: to the mask's width, and in a prefill to its last token.
-
-    A single decoded token keeps its full width, because finding the last token would wait for the device.
-    """
-    width = attention_mask.shape[-1]
-    if query.shape[2] > 1 and key.shape[2] > query.shape[2]:
-        width = int(attention_mask.any(0).nonzero().max()) + 1
-    return key[:, :, :width], value[:, :, :width], attention_mask[:, :width]
-
-
 def _attend_cache(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float | None
 ) -> torch.Tensor:
-    """Dense attention of the last Tq tokens over Tk > Tq cached keys: ``[batch, Tq, H, D]``.
-
-    The last query stands at the last real key of the batch, which in a static cache is not the last column.
-    """
+    """Dense attention of the last Tq tokens over Tk > Tq cached keys: ``[batch, Tq, H, D]``."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     column = torch.arange(num_keys, device=query.device)
-    end = num_keys if mask is None else (mask.any(0) * (column + 1)).max()
-    position = end - num_queries + torch.arange(num_queries, device=query.device)
-    visible = (column <= position[:, None])[None, None]
+    visible = (column <= column[-num_queries:, None])[None, None]
     if mask is not None:
         visible = visible & mask[:, None, None, :]
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scaling, enable_gqa=True)
@@ -289,19 +296,20 @@ def _attend_cache(
 def _document_starts(
     batch: int,
     length: int,
-    mask: torch.Tensor | None,
+    real: torch.Tensor | None,
     position_ids: torch.Tensor | None,
-    cu_seq_lens: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Document starts in the flattened (and unpadded) batch, ``[documents + 1]``."""
-    if mask is not None:
-        return F.pad(mask.sum(-1).cumsum(0), (1, 0))
-    if cu_seq_lens is not None:
-        return cu_seq_lens
-    rows = torch.zeros(batch, length, dtype=torch.bool, device=device)
-    rows[:, :1] = True
+    """Document starts among the real tokens (numbers in the flattened batch; None: all), ``[documents + 1]``.
+
+    Every row starts one.  Without a mask so does a position that does not follow its predecessor, transformers' own
+    rule; with one only a position that does not rise, since a mask may leave gaps.
+    """
+    tokens = torch.arange(batch * length, device=device) if real is None else real
+    row = tokens // length
+    start = torch.ones_like(tokens, dtype=torch.bool)
+    start[1:] = row[1:] != row[:-1]
     if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length:
-        rows[:, 1:] |= torch.diff(position_ids.expand(batch, -1), dim=-1) != 1
-    starts = rows.flatten().nonzero().squeeze(1)
-    return F.pad(starts, (0, 1), value=batch * length)
+        step = torch.diff(position_ids.expand(batch, -1).flatten()[tokens])
+        start[1:] |= step != 1 if real is None else step <= 0
+    return F.pad(start.nonzero().squeeze(1), (0, 1), value=tokens.numel())

@@ -191,7 +191,7 @@ def _or_none(value: float) -> float | None:
 
 
 def _metrics(step: runlog.Step, predicted: Sequence[float | None]) -> dict[str, float]:
-    """What a user watches, per step; names as in the design (section 9)."""
+    """What a user watches, per step;."""
     ranks = 1 + max(entry.rank for entry in step.micro_batches)
     times = [
         [Latency(entry.forward_ms, entry.backward_ms) for entry in step.micro_batches if entry.rank == rank]

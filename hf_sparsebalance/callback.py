@@ -9,6 +9,7 @@ import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_sparsebalance.balance import StepBalance
+from hf_sparsebalance.distributed import check_replicas
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.sampler import PlanSampler
 
@@ -29,6 +30,7 @@ class SparseBalanceCallback(TrainerCallback):
         self.sampler = sampler
         self._parameters = parameters
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._replicas_checked = False
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -51,6 +53,9 @@ class SparseBalanceCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         self.balance.end(state.global_step)
+        if not self._replicas_checked:
+            check_replicas(self._parameters)
+            self._replicas_checked = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if state.is_world_process_zero:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from hf_sparsebalance.errors import UserError
 
@@ -69,10 +71,28 @@ def check_same(what: str, value: object) -> None:
         raise UserError(f"the ranks hold different {what}: start them all with the same options, files and versions")
 
 
-def wait_for_all() -> None:
-    """Return when every rank has called this."""
-    if rank_and_world()[1] > 1:
-        dist.barrier()
+def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """Refuse to go on where ranks train models of their own; collective.
+
+    Data parallelism leaves every rank with the same parameters to the last bit.  Where something kept the model from
+    being wrapped, each rank trains on its own share and nothing else shows it.  Sharded parameters are not compared.
+
+    Args:
+        parameters: of the model, after an optimizer step.
+
+    Raises:
+        UserError: on every rank, where a trainable parameter differs between ranks.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    if rank_and_world()[1] == 1 or any(isinstance(parameter, DTensor) for parameter in trainable):
+        return
+    sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in trainable])
+    seen = gather_rows(sums)
+    if not torch.equal(seen, seen[:1].expand_as(seen)):
+        raise UserError(
+            "the ranks' parameters differ after the first step: the model was not wrapped for data parallelism; do "
+            "not prepare it with accelerate yourself before train()"
+        )
 
 
 def _device() -> torch.device:

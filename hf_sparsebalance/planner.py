@@ -2,7 +2,7 @@
 
 Every rank holds the same planner, feeds it the same measurements in the same order, and so plans the same without
 talking.  The batches of an epoch depend only on the seed, the epoch, the lengths and a snapshot taken when the epoch
-is first planned (design: SAB); the budgets also depend on what was measured since.
+is first planned; the budgets also depend on what was measured since.
 """
 
 from __future__ import annotations

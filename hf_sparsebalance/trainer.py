@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProgressCallback,
@@ -56,6 +58,8 @@ class SparseBalanceMixin:
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         """Train; see ``transformers.Trainer.train``.  A resumed run plans on from the checkpoint's balance state."""
+        if not isinstance(self.args, SparseBalanceArguments):
+            raise UserError(f"args must be SparseBalanceArguments, got {type(self.args).__name__}")
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -66,6 +70,7 @@ class SparseBalanceMixin:
         if resume_from_checkpoint:
             balance.planner.load_state_dict(read_state(str(resume_from_checkpoint)))
         self._balance, self._plan_sampler = balance, sampler
+        self._forget_evaluation()
         callback = SparseBalanceCallback(balance, sampler, list(self.model.parameters()))
         self.add_callback(callback)
         bar = self.pop_callback(ProgressCallback)
@@ -80,44 +85,25 @@ class SparseBalanceMixin:
                 self.add_callback(bar)
             self._balance = None
 
+    def _forget_evaluation(self) -> None:
+        """Undo what ``evaluate()`` before ``train()`` does: it marks the bare model as prepared, and accelerate then
+        never wraps it in DDP, so that each rank would train a model of its own (accelerate 1.15, without a word).
+        """
+        if self.model_wrapped is self.model and getattr(self.model, "_is_accelerate_prepared", False):
+            del self.model._is_accelerate_prepared
+            self.accelerator.free_memory()
+
     def _set_up_balance(self) -> tuple[StepBalance, PlanSampler]:
-        args = self.args
-        if not isinstance(args, SparseBalanceArguments):
-            raise UserError(f"args must be SparseBalanceArguments, got {type(args).__name__}")
-        config = self.model.config
-        sparse = config._attn_implementation == ATTENTION_NAME
-        if not sparse and args.tolerance > 0.0:
-            raise UserError(
-                f"--tolerance {args.tolerance} tunes sparse attention, but the model attends through "
-                f"{config._attn_implementation!r}: load it with attn_implementation='sparsebalance', or --tolerance 0"
-            )
-        defaults = _model_defaults(config, args) if sparse else None
-        lengths = check_lengths(self.train_dataset)
-        rank, world = rank_and_world()
-        settings = PlanSettings(
-            batching=args.batching,
-            num_ranks=world,
-            num_slots=args.gradient_accumulation_steps,
-            batch_size=self._train_batch_size,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            window=args.window,
-            max_tokens=args.max_tokens,
-            base_top_p=None if defaults is None else defaults.top_p,
-            tolerance=args.tolerance,
-            anchor=args.anchor,
-            scope=args.scope,
-            block_size=128 if defaults is None else defaults.block_size,
-            refit=args.refit,
+        args, config = self.args, self.model.config
+        planner = build_planner(config, args, check_lengths(self.train_dataset), self._train_batch_size)
+        predictor = planner.predictor
+        check_same(
+            "training data, options or profile",
+            [list(planner.lengths), repr(planner.settings), predictor and predictor.profile.to_json()],
         )
-        predictor = None
-        if args.profile is not None:
-            profile = LatencyProfile.load(args.profile)
-            profile.check(training_context(config, args, settings.block_size, args.device))
-            predictor = LatencyPredictor(profile)
-        check_same("training data or options", [list(lengths), repr(settings)])
-        planner = Planner(settings, lengths, predictor)
-        log = Path(args.output_dir) / RUN_LOG
-        return StepBalance(planner, MicroBatchClock(args.device), log, sparse), PlanSampler(planner, rank)
+        sparse = config._attn_implementation == ATTENTION_NAME
+        balance = StepBalance(planner, MicroBatchClock(args.device), Path(args.output_dir) / RUN_LOG, sparse)
+        return balance, PlanSampler(planner, rank_and_world()[0])
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[Any] | None:
         return self._plan_sampler or super()._get_train_sampler(train_dataset)
@@ -183,6 +169,9 @@ class SparseBalanceTrainer(SparseBalanceMixin, Trainer):
         callbacks: list[TrainerCallback] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
     ) -> None:
+        if train_dataset is not None and not hasattr(train_dataset, "__len__"):
+            # Trainer would ask for max_steps instead, which does not help.
+            check_lengths(train_dataset)
         super().__init__(
             model=model,
             args=args,
@@ -195,6 +184,54 @@ class SparseBalanceTrainer(SparseBalanceMixin, Trainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
+
+
+def build_planner(
+    config: PreTrainedConfig, args: SparseBalanceArguments, lengths: Sequence[int], batch_size: int
+) -> Planner:
+    """The plan of a run, from everything but the model's weights; every refusal that needs no weights comes from here.
+
+    Args:
+        config: of the model, with its attention set; gets ``sparse_attention`` as the arguments override it.
+        args: of the run; the process group must be up.
+        lengths: tokens of each training document.
+        batch_size: documents per micro-batch.
+
+    Raises:
+        UserError: data, profile and options do not go together.
+    """
+    sparse = config._attn_implementation == ATTENTION_NAME
+    if not sparse and args.tolerance > 0.0:
+        raise UserError(
+            f"--tolerance {args.tolerance} tunes sparse attention, but the model attends through "
+            f"{config._attn_implementation!r}: load it with attn_implementation='sparsebalance', or --tolerance 0"
+        )
+    defaults = _model_defaults(config, args) if sparse else None
+    profile = None if args.profile is None else LatencyProfile.load(args.profile)
+    block_size = 128 if defaults is None else defaults.block_size
+    if profile is not None:
+        context = training_context(config, args, block_size, args.device)
+        if not sparse:
+            # Dense attention reads only the profile's dense rows, which no block size has touched.
+            measured = profile.context
+            context = replace(context, attention=measured.attention, block_size=measured.block_size)
+        profile.check(context)
+    settings = PlanSettings(
+        batching=args.batching,
+        num_ranks=rank_and_world()[1],
+        num_slots=args.gradient_accumulation_steps,
+        batch_size=batch_size,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        window=args.window,
+        max_tokens=args.max_tokens,
+        base_top_p=None if defaults is None else defaults.top_p,
+        tolerance=args.tolerance,
+        anchor=args.anchor,
+        scope=args.scope,
+        block_size=block_size,
+        refit=args.refit,
+    )
+    return Planner(settings, lengths, None if profile is None else LatencyPredictor(profile))
 
 
 def _model_defaults(config: Any, args: SparseBalanceArguments) -> SparseAttentionDefaults:

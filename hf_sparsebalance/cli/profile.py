@@ -41,8 +41,8 @@ def run(arguments: Sequence[str]) -> None:
         if value < 1:
             raise UserError(f"--{name} is too small: at least 1 (max_length: 2)")
     folder = os.path.dirname(os.path.abspath(args.output))
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--output {args.output}: folder {folder} does not exist or cannot be written")
+    if os.path.isdir(args.output) or not os.access(folder, os.W_OK):
+        raise UserError(f"--output {args.output} must be a file in a folder that exists and can be written")
     config = load_config(args.model_name_or_path)
     if args.block_size is not None:
         config.sparse_attention = {**(getattr(config, "sparse_attention", None) or {}), "block_size": args.block_size}

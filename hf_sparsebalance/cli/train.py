@@ -20,13 +20,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_sparsebalance import runlog
 from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME
+from hf_sparsebalance.callback import read_state
 from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
 from hf_sparsebalance.distributed import check_world, rank_and_world
-from hf_sparsebalance.documents import load_documents
+from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.profiling import device_name
-from hf_sparsebalance.trainer import SparseBalanceTrainer
+from hf_sparsebalance.profiling import device_name, load_config
+from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner
 from hf_sparsebalance.version import __version__
+
+DTYPES = ("float32", "bfloat16", "float16", "auto")
 
 logger = logging.getLogger("hf_sparsebalance")
 
@@ -78,6 +81,14 @@ def run(arguments: Sequence[str]) -> None:
     tokenizer = _load_tokenizer(model_args.model_name_or_path)
     train_set = _load("data", data_args.data, data_args, tokenizer)
     eval_set = _load("eval_data", data_args.eval_data, data_args, tokenizer) if data_args.eval_data else None
+    # Everything that needs no weights is refused before they are loaded.
+    config = load_config(model_args.model_name_or_path)
+    config._attn_implementation = model_args.attn_implementation
+    if model_args.dtype != "auto":
+        config.dtype = getattr(torch, model_args.dtype)
+    build_planner(config, args, check_lengths(train_set), args.train_batch_size)
+    if isinstance(args.resume_from_checkpoint, str):
+        read_state(args.resume_from_checkpoint)
     model = load_model(model_args)
     trainer = SparseBalanceTrainer(
         model=model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer
@@ -110,6 +121,14 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, Spar
     if unknown:
         raise UserError(f"unknown options {' '.join(unknown)}: see sparsebalance train --help")
     model_args, data_args, args = parsed
+    if model_args.dtype not in DTYPES:
+        raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {model_args.dtype!r}")
+    if model_args.lora_r < 0:
+        raise UserError(f"--lora_r must not be negative, got {model_args.lora_r}: 0 trains the whole model")
+    # A command line knows no types: only here may `true` mean the last checkpoint.
+    resume = {"true": True, "false": None}
+    if isinstance(args.resume_from_checkpoint, str):
+        args.resume_from_checkpoint = resume.get(args.resume_from_checkpoint.lower(), args.resume_from_checkpoint)
     if data_args.overflow not in ("truncate", "split", "drop"):
         raise UserError(f"--overflow must be truncate, split or drop, got {data_args.overflow!r}")
     return model_args, data_args, args
@@ -121,12 +140,15 @@ def load_model(args: ModelArguments) -> PreTrainedModel:
     Raises:
         UserError: no such model, or one whose attention cannot be replaced.
     """
-    if args.lora_r < 0:
-        raise UserError(f"--lora_r must not be negative, got {args.lora_r}: 0 trains the whole model")
     try:
         model = AutoModelForCausalLM.from_pretrained(
             args.model_name_or_path, attn_implementation=args.attn_implementation, dtype=args.dtype
         )
+    except KeyError as error:
+        raise UserError(
+            f"--attn_implementation {args.attn_implementation}: the attention of {args.model_name_or_path} cannot be "
+            "replaced; choose another model, or --attn_implementation eager with --tolerance 0"
+        ) from error
     except (OSError, ValueError) as error:
         first = str(error).strip().splitlines()[0]
         raise UserError(f"--model_name_or_path {args.model_name_or_path} cannot be loaded ({first})") from error

@@ -1,4 +1,4 @@
-"""The operator's definition (design.md, section 2) written once more, slowly, for the tests; shares no code with it.
+"""The operator's definition written once more, slowly, for the tests; shares no code with it.
 
 Inputs lie on a coarse grid (:func:`grid_batch`), so that gate scores are exact in fp32 in any order of summation: ties
 are ties, and the operator's selection must equal the one below to the last row.  The sums of softmax weights are the

@@ -1,0 +1,210 @@
+"""Two ranks on the CPU (gloo), started by accelerate launch as a user would."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import job_setup
+import pytest
+import torch
+from peft import PeftModel
+
+from hf_sparsebalance.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+TIMEOUT_S = 180
+pytestmark = pytest.mark.slow
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
+
+
+def launch(job, out, processes=2):
+    """Run a job; returns the completed process."""
+    paths = [ROOT, ROOT / "kernels", ROOT / "tests"]
+    env = {
+        **os.environ,
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes", str(processes), "--main_process_port", str(free_port()), "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(HERE / job), str(out)]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+
+
+def results(out, name):
+    """What both ranks reported; checks that there were two that knew each other."""
+    reports = [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(report["rank"], report["world"]) for report in reports] == [(0, 2), (1, 2)]
+    return reports
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "balance.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """Folder of job_tuned."""
+    out = tmp_path_factory.mktemp("tuned")
+    done = launch("job_tuned.py", out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def test_ranks_share_the_documents(tuned):
+    """In each epoch the ranks see disjoint documents, together each exactly once, as the log tells."""
+    ranks = results(tuned, "tuned")
+    lines = log_of(tuned / "tuned")
+    for number, rank in enumerate(ranks):
+        logged = [m["documents"] for line in lines for m in line["micro_batches"] if m["rank"] == number]
+        assert rank["micro_batches"] == logged
+        assert len(logged) == 2 * 2 * 3  # micro-batches a step, epochs, steps
+    for epoch in (0, 1):
+        seen = [
+            sample
+            for line in lines
+            if line["epoch"] == epoch
+            for m in line["micro_batches"]
+            for sample in m["documents"]
+        ]
+        assert sorted(seen) == list(range(len(job_setup.LENGTHS)))
+
+
+def test_ranks_plan_the_same(tuned):
+    """Both ranks hold the same plan and, though times were measured and refitted, the same state and budgets."""
+    first, second = results(tuned, "tuned")
+    assert first["plans"] == second["plans"]
+    assert first["state"] == second["state"]
+    assert first["state"]["observations"]
+    lines = log_of(tuned / "tuned")
+    for number, rank in enumerate((first, second)):
+        # A budget travels as an fp32 tensor.
+        logged = [m["top_p"] for line in lines for m in line["micro_batches"] if m["rank"] == number]
+        assert rank["budgets"] == [float(torch.tensor(p)) for p in logged]
+    budgets = [m["top_p"] for line in lines for m in line["micro_batches"]]
+    assert len(set(budgets)) > 1
+    assert min(budgets) >= job_setup.BASE_TOP_P - job_setup.TOLERANCE - 1e-12
+
+
+def test_ranks_hold_the_same_parameters(tuned):
+    """Gradients were averaged: after training both ranks hold the same parameters, to the bit."""
+    first, second = results(tuned, "tuned")
+    assert first["parameters"] == second["parameters"]
+
+
+def test_the_log_tells_both_ranks(tuned):
+    """Each line has both ranks' micro-batches, no step is shorter than its slowest rank, logs carry the imbalance."""
+    first, _ = results(tuned, "tuned")
+    lines = log_of(tuned / "tuned")
+    assert [line["step"] for line in lines] == list(range(1, 7))
+    for line, entry in zip(lines, first["log"], strict=True):
+        assert [(m["rank"], m["slot"]) for m in line["micro_batches"]] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        sums = [
+            sum(m["forward_ms"] + m["backward_ms"] for m in line["micro_batches"] if m["rank"] == rank)
+            for rank in (0, 1)
+        ]
+        assert line["step_s"] * 1000 >= max(sums)
+        assert entry["imbalance_rank"] == pytest.approx(2 * max(sums) / sum(sums))
+
+
+def test_lora_trains_on_two_ranks(tuned):
+    """Adapters move, alike on both ranks, and the saved ones give the trained model's logits on the base model."""
+    first, second = results(tuned, "lora")
+    assert first["parameters"] == second["parameters"]
+    assert first["parameters"][0] != first["parameters"][-1]
+    folder = tuned / "lora"
+    assert (folder / "adapter_config.json").exists() and not (folder / "model.safetensors").exists()
+    base = job_setup.build_model()
+    base.config.sparse_attention = {"block_size": job_setup.BLOCK, "top_p": job_setup.BASE_TOP_P}
+    loaded = PeftModel.from_pretrained(base, folder).eval()
+    with torch.no_grad():
+        found = loaded(input_ids=torch.tensor([job_setup.documents()[0]])).logits
+    expected = torch.tensor(first["logits"])
+    # The same fp32 computation, with another number of threads: sums of 48 products at most, in a dozen layers.
+    assert float((found - expected).abs().max()) <= 12 * 48 * torch.finfo(torch.float32).eps * float(
+        expected.abs().max()
+    )
+
+
+@pytest.fixture(scope="module")
+def parity(tmp_path_factory):
+    """Folder of job_parity."""
+    out = tmp_path_factory.mktemp("parity")
+    done = launch("job_parity.py", out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
+def test_evaluation_before_training_changes_nothing(parity):
+    """evaluate() before train() leaves the ranks in data parallelism: the same parameters on both, to the bit."""
+    plain, _ = results(parity, "parity")
+    for rank in results(parity, "evaluated"):
+        assert rank["parameters"] == plain["parameters"]
+
+
+def test_two_ranks_train_as_one(parity, tmp_path):
+    """Without tuning two ranks have the losses and parameters of one process with twice the accumulation."""
+    first, second = results(parity, "parity")
+    args = job_setup.arguments(tmp_path / "one", tolerance=0.0, batching="random", gradient_accumulation_steps=4)
+    trainer, recorder = job_setup.train(job_setup.build_model(torch.float64), args)
+    # A step of one process holds the documents of both ranks' steps.
+    for step in range(3):
+        one = recorder.micro_batches[4 * step : 4 * step + 4]
+        two = [rank["micro_batches"][2 * step : 2 * step + 2] for rank in (first, second)]
+        assert sorted(sum(one, [])) == sorted(sum(sum(two, []), []))
+    # The loss and norms are fp32: a gradient sums one term per token, each rounded.
+    bound = torch.finfo(torch.float32).eps * sum(job_setup.LENGTHS)
+    start = torch.cat([p.detach().flatten() for p in job_setup.build_model(torch.float64).parameters()])
+    for mine, theirs in zip(recorder.parameters, first["parameters"], strict=True):
+        mine, theirs = torch.tensor(mine, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)
+        update = float((mine - start).abs().max())
+        assert update > 1e-3
+        assert float((mine - theirs).abs().max()) <= bound * update
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert first["losses"] == pytest.approx(losses, rel=bound)
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """Refusals of both ranks in job_refused."""
+    out = tmp_path_factory.mktemp("refused")
+    done = launch("job_refused.py", out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [report["refusals"] for report in results(out, "refused")]
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("data", "different.*data"),
+        ("options", "different.*options"),
+        ("world", "--num_ranks 3"),
+        ("profile", "profile"),
+        ("replicas", "parameters differ"),
+    ],
+)
+def test_ranks_that_disagree_are_refused(refusals, name, match):
+    """Different data, options, profiles, or another number of ranks end in a clear error on both ranks."""
+    for refusal in refusals:
+        with pytest.raises(UserError, match=match):
+            if refusal[name] is not None:
+                raise UserError(refusal[name])
+
+
+def test_processes_that_do_not_find_each_other_are_refused(monkeypatch, tmp_path):
+    """A launcher that started two processes which both believe they are alone is found out."""
+    args = job_setup.arguments(tmp_path, batching="random", tolerance=0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="2 processes but 1 found"):
+        job_setup.train(job_setup.build_model(), args)

@@ -159,11 +159,13 @@ class StepBalance:
         row: Sequence[float],
     ) -> runlog.MicroBatch:
         start_ms, forward_ms, backward_ms, density, work, coverage = row[: len(_COLUMNS)]
+        lengths = [self.planner.lengths[sample] for sample in samples]
         return runlog.MicroBatch(
             rank=rank,
             slot=slot,
             documents=samples,
-            tokens=sum(self.planner.lengths[sample] for sample in samples),
+            tokens=sum(lengths),
+            causal_pairs=sum(length * (length + 1) // 2 for length in lengths),
             top_p=top_p,
             predicted_ms=predicted_ms,
             start_ms=start_ms,
@@ -207,10 +209,16 @@ def _metrics(step: runlog.Step, predicted: Sequence[float | None]) -> dict[str, 
         "imbalance_rank": cost.imbalance_rank,
         "planning_ms": step.planning_ms or 0.0,
     }
-    for name in ("top_p", "density", "work", "coverage"):
-        known = [(getattr(entry, name), entry.tokens) for entry in step.micro_batches]
+    # Density and work are shares of pairs, budgets and coverage belong to tokens.
+    for name, weight in (
+        ("top_p", "tokens"),
+        ("density", "causal_pairs"),
+        ("work", "causal_pairs"),
+        ("coverage", "tokens"),
+    ):
+        known = [(getattr(entry, name), getattr(entry, weight)) for entry in step.micro_batches]
         if all(value is not None for value, _ in known):
-            metrics[name] = sum(value * weight for value, weight in known) / tokens
+            metrics[name] = sum(value * share for value, share in known) / sum(share for _, share in known)
     errors = [
         abs(expected / entry.busy_ms - 1.0)
         for expected, entry in zip(predicted, step.micro_batches, strict=True)

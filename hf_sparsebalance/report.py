@@ -4,7 +4,7 @@ Everything is computed from measured times in the run logs, nothing from predict
 a picture is drawn.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -82,9 +82,9 @@ def summarise(run: Run, baseline: Run) -> Summary:
         perfect_balance_speedup=float(baseline.total_s / evened_s) if same_work else None,
         imbalance_microbatch=_mean_imbalance(by_step),
         imbalance_rank=_mean_imbalance(busy_ms),
-        density=_token_mean(micro_batches, lambda micro_batch: micro_batch.density),
-        work=_token_mean(micro_batches, lambda micro_batch: micro_batch.work),
-        coverage=_token_mean(micro_batches, lambda micro_batch: micro_batch.coverage),
+        density=_mean([(micro_batch.causal_pairs, micro_batch.density) for micro_batch in micro_batches]),
+        work=_mean([(micro_batch.causal_pairs, micro_batch.work) for micro_batch in micro_batches]),
+        coverage=_mean([(micro_batch.tokens, micro_batch.coverage) for micro_batch in micro_batches]),
         tokens_per_s=sum(micro_batch.tokens for micro_batch in micro_batches) / run.total_s,
         heldout_loss_before=run.heldout_loss_before,
         heldout_loss_after=run.heldout_loss_after,
@@ -258,13 +258,11 @@ def _mean_imbalance(times_by_step: Iterable[np.ndarray]) -> float:
     return float(np.mean([times.max() / times.mean() for times in times_by_step]))
 
 
-def _token_mean(micro_batches: Sequence[MicroBatch], measure: Callable[[MicroBatch], float | None]) -> float | None:
-    """Token-weighted mean over the micro-batches that have the measure; None if none has."""
-    measured = [(micro_batch.tokens, measure(micro_batch)) for micro_batch in micro_batches]
-    known = [(tokens, value) for tokens, value in measured if value is not None]
-    if not known:
-        return None
-    return float(sum(tokens * value for tokens, value in known) / sum(tokens for tokens, _ in known))
+def _mean(weighted: Sequence[tuple[int, float | None]]) -> float | None:
+    """Mean of the measures that are there, by their weights; None if none is."""
+    known = [(weight, value) for weight, value in weighted if value is not None]
+    total = sum(weight for weight, _ in known)
+    return float(sum(weight * value for weight, value in known) / total) if total else None
 
 
 def _trained(run: Run) -> set[tuple[int, int]]:

@@ -19,12 +19,17 @@ from hf_sparsebalance.errors import UserError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward pass of one rank. Times in milliseconds, `start_ms` from the start of its step."""
+    """One forward and backward pass of one rank.
+
+    Times are in milliseconds, `start_ms` from the start of its step. `causal_pairs` counts the (query, key) pairs that
+    dense causal attention would attend in its documents: what density and work are shares of.
+    """
 
     rank: int
     slot: int
     documents: tuple[int, ...]
     tokens: int
+    causal_pairs: int
     top_p: float | None
     predicted_ms: float | None
     start_ms: float
@@ -206,6 +211,7 @@ def _micro_batch(record: "_Record") -> MicroBatch:
         slot=record.whole("slot"),
         documents=tuple(documents),
         tokens=record.whole("tokens"),
+        causal_pairs=record.whole("causal_pairs"),
         top_p=record.number_or_none("top_p"),
         predicted_ms=record.number_or_none("predicted_ms"),
         start_ms=record.number("start_ms"),

@@ -19,6 +19,7 @@ RUN = {
 def micro_batch(rank=0, document=0, tokens=100, ms=(10.0, 30.0), **fields):
     return {
         "rank": rank, "slot": 0, "documents": [document], "tokens": tokens, "top_p": None, "predicted_ms": None,
+        "causal_pairs": tokens * (tokens + 1) // 2 if isinstance(tokens, int) else 1,
         "start_ms": 0.0, "forward_ms": ms[0], "backward_ms": ms[1], "density": None, "work": None, "coverage": None,
         **fields,
     }  # fmt: skip
@@ -77,8 +78,9 @@ def test_summary_follows_the_definitions(tmp_path):
     assert summary["perfect_balance_speedup"] == pytest.approx(0.320 / (0.090 + 0.050))
     assert summary["imbalance_rank"] == pytest.approx((100 / 80 + 1) / 2)
     assert summary["imbalance_microbatch"] == pytest.approx((60 / statistics.mean([60, 40, 60]) + 1) / 2)
-    assert summary["density"] == pytest.approx((100 * 0.5 + 300 * 0.1) / 400)
-    assert summary["work"] == pytest.approx((100 * 0.6 + 300 * 0.2) / 400)
+    # One document of 100 and one of 300 tokens: 5050 and 45150 pairs.
+    assert summary["density"] == pytest.approx((5050 * 0.5 + 45150 * 0.1) / 50200)
+    assert summary["work"] == pytest.approx((5050 * 0.6 + 45150 * 0.2) / 50200)
     assert summary["coverage"] == pytest.approx((100 * 0.9 + 300 * 1.0) / 400)
     assert summary["tokens_per_s"] == pytest.approx(500 / 0.160)
     assert summary["planning_ms"] == pytest.approx(1.0)

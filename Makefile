@@ -8,7 +8,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PURE := batching density latency planner schedule tuning
+PURE := batching density errors latency latency_profile planner runlog schedule tuning
 
 .PHONY: install quickstart test test-fast lint format clean
 

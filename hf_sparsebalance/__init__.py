@@ -10,7 +10,8 @@ from hf_sparsebalance.callback import SparseBalanceCallback
 from hf_sparsebalance.density import DensityCurve
 from hf_sparsebalance.documents import load_documents
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.latency import Latency, LatencyPredictor, LatencyProfile
+from hf_sparsebalance.latency import Latency, LatencyPredictor
+from hf_sparsebalance.latency_profile import LatencyProfile
 from hf_sparsebalance.report import balance_share, draw_timeline, read_run, render_table, summarise
 from hf_sparsebalance.schedule import simulate_step
 from hf_sparsebalance.trainer import SparseBalanceMixin, SparseBalanceTrainer

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hf_sparsebalance.errors import UserError
-from sparsebalance_kernels import CURVE_TOP_K, CURVE_TOP_P, AttentionStats, block_sparse_attention
+from sparsebalance_kernels import AttentionStats, block_sparse_attention
 
 ATTENTION_NAME = "sparsebalance"
 
@@ -85,24 +85,24 @@ class StatsCollector:
     """Collects the attention statistics of one forward call; pass a new one as the keyword ``sparse_stats``.
 
     It travels with the call, so that a checkpointed block that recomputes later reports to its own micro-batch.
+
+    Attributes:
+        layers: statistics by layer; None for a layer that is dense whatever the budget.
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, AttentionStats] = {}
-
-    def add(self, layer: int, stats: AttentionStats) -> None:
-        """Keep a layer's statistics; the recomputation of a checkpointed layer repeats them, the first stay."""
-        self.layers.setdefault(layer, stats)
+        self.layers: dict[int, AttentionStats | None] = {}
 
     def mean(self) -> AttentionStats | None:
-        """The mean over the layers seen; None when no sparse layer ran."""
-        seen = list(self.layers.values())
+        """Density, work and coverage over all layers, the curve over those that have a gate; None if none has."""
+        seen = [stats for stats in self.layers.values() if stats is not None]
         if not seen:
             return None
+        num_dense, num_layers = len(self.layers) - len(seen), len(self.layers)
         return AttentionStats(
-            density=sum(stats.density for stats in seen) / len(seen),
-            work=sum(stats.work for stats in seen) / len(seen),
-            coverage=sum(stats.coverage for stats in seen) / len(seen),
+            density=(sum(stats.density for stats in seen) + num_dense) / num_layers,
+            work=(sum(stats.work for stats in seen) + num_dense) / num_layers,
+            coverage=(sum(stats.coverage for stats in seen) + num_dense) / num_layers,
             curve=torch.stack([stats.curve for stats in seen]).mean(0),
         )
 
@@ -187,6 +187,8 @@ def sparsebalance_attention(
         UserError: for a 4-D mask, dropout, a window shorter than the keys, output_attentions, score caps or attention
             sinks, and non-causal attention; the message names the way out.
     """
+    # Under autocast the values come in its dtype, but rotary embedding has left queries and keys in fp32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     _refuse_unsupported(module, key, attention_mask, dropout, sliding_window, output_attentions, softcap, s_aux)
     if attention_mask is not None:
         # Keys beyond the mask are those of a static cache that nothing has written yet.
@@ -209,7 +211,8 @@ def sparsebalance_attention(
     boundaries = cu_seq_lens_q
     if boundaries is None:
         boundaries = _document_starts(batch, length, real, position_ids, query.device)
-    # Without a collector the operator skips the curve, a search per row.
+    # The curve costs a search per row: only for a collector, and not again when a checkpointed layer recomputes.
+    collect = sparse_stats is not None and module.layer_idx not in sparse_stats.layers
     attended = block_sparse_attention(
         *packed,
         cu_seqlens=boundaries,
@@ -220,12 +223,11 @@ def sparsebalance_attention(
         max_blocks=None if dense else defaults.max_blocks,
         sink_blocks=defaults.sink_blocks,
         scale=scaling,
-        return_stats=sparse_stats is not None and not dense,
+        return_stats=collect and not dense,
     )
-    out = attended if isinstance(attended, torch.Tensor) else attended[0]
-    if sparse_stats is not None:
-        stats = _dense_stats(top_k is not None) if isinstance(attended, torch.Tensor) else attended[1]
-        sparse_stats.add(int(module.layer_idx), stats)
+    out, stats = (attended, None) if isinstance(attended, torch.Tensor) else attended
+    if sparse_stats is not None and collect:
+        sparse_stats.layers[int(module.layer_idx)] = stats
     if real is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, real, out)
     return out.unflatten(0, (batch, length)), None
@@ -240,12 +242,6 @@ def _budget(
     if top_p is None and top_k is None:
         return defaults.top_p, defaults.top_k
     return top_p, top_k
-
-
-def _dense_stats(top_k: bool) -> AttentionStats:
-    """Of a layer that is dense whatever the budget: it counts in the model's mean, and needs no gate."""
-    points = len(CURVE_TOP_K if top_k else CURVE_TOP_P)
-    return AttentionStats(1.0, 1.0, 1.0, torch.ones(points, dtype=torch.float64))
 
 
 def _refuse_unsupported(

@@ -50,12 +50,19 @@ class StepBalance:
         self._collectors: list[StatsCollector] = []
         self._started_s = 0.0
         self._planning_ms = 0.0
+        self._carried_s = 0.0
         self._position = (0, 0)
 
     def forget_after(self, global_step: int) -> None:
         """Drop logged steps that a run resumed at ``global_step`` will do again."""
         if self._log is not None and self._rank == 0:
             runlog.keep_steps(self._log, global_step)
+
+    def plan_epoch(self, epoch: int) -> None:
+        """Plan an epoch's batches now; the time counts in its first step."""
+        started = time.perf_counter()
+        self.planner.batches(epoch)
+        self._carried_s += time.perf_counter() - started
 
     def start_clock(self) -> None:
         """The step begins here: fetching its data and planning it count."""
@@ -71,13 +78,13 @@ class StepBalance:
         started = time.perf_counter()
         self._position = divmod(global_step, self.planner.num_steps)
         self._tuning = self.planner.budgets(*self._position)
-        self._planning_ms = (time.perf_counter() - started) * 1000.0
+        self._planning_ms = (time.perf_counter() - started + self._carried_s) * 1000.0
         num_slots = self.planner.settings.num_slots
         self._collectors = [StatsCollector() for _ in range(num_slots)]
         if not self.sparse:
             return [{} for _ in range(num_slots)]
         return [
-            # A tensor: under torch.compile a float would be a constant, and each new budget a new graph.
+            # A tensor: a float would be a constant of the graph under torch.compile, and each new budget a new graph.
             {
                 "sparse_top_p": torch.tensor(self._top_p(self._rank, slot)),
                 "sparse_stats": self._collectors[slot],
@@ -95,7 +102,8 @@ class StepBalance:
             UserError: the model never called the sparse attention.
         """
         times = self.clock.times()
-        step_s = time.perf_counter() - self._started_s
+        # What was planned and learned between the steps is part of the price.
+        step_s = time.perf_counter() - self._started_s + self._carried_s
         width = len(_COLUMNS) + len(CURVE_TOP_P)
         rows = torch.full((len(times) + 1, width), math.nan, dtype=torch.float64)
         rows[-1, 0], rows[-1, 1] = step_s, self._planning_ms
@@ -111,7 +119,10 @@ class StepBalance:
                     "the model did not call the sparsebalance attention: it does not use transformers' attention "
                     "interface; choose another model, or --attn_implementation sdpa with --tolerance 0"
                 )
-        self._digest(global_step, gather_rows(rows))
+        gathered = gather_rows(rows)
+        started = time.perf_counter()
+        self._digest(global_step, gathered)
+        self._carried_s = time.perf_counter() - started
 
     def _digest(self, global_step: int, gathered: torch.Tensor) -> None:
         """Learn from and log ``gathered [ranks, slots + 1, columns]``, the same on every rank."""
@@ -193,7 +204,7 @@ def _or_none(value: float) -> float | None:
 
 
 def _metrics(step: runlog.Step, predicted: Sequence[float | None]) -> dict[str, float]:
-    """What a user watches, per step;."""
+    """What a user watches, per step."""
     ranks = 1 + max(entry.rank for entry in step.micro_batches)
     times = [
         [Latency(entry.forward_ms, entry.backward_ms) for entry in step.micro_batches if entry.rank == rank]

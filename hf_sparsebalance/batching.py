@@ -58,10 +58,6 @@ class BatchPlan:
         """Sample indices of one micro-batch."""
         return self.steps[step][rank][slot]
 
-    def samples(self, step: int) -> tuple[int, ...]:
-        """All sample indices of a step, by rank and slot."""
-        return tuple(i for rank in self.steps[step] for slot in rank for i in slot)
-
 
 def plan_batches(
     lengths: Sequence[int],
@@ -241,7 +237,7 @@ def _sparsity_aware(
         # The cheapest samples are the extra ones: they disturb the balance least and can mend it.
         pool, small = pool[: len(pool) - sum(num_extras)], pool[len(pool) - sum(num_extras) :]
         per_rank = num_slots * batch_size
-        plans = [_level(pool, costs, len(members), num_ranks, per_rank)]
+        plans = [_level(pool, costs, len(members), num_ranks)]
         plans.append(_peel(pool, costs, len(members), num_ranks, per_rank))
         ranks = min(plans, key=lambda plan: sum(max(_sums(step, costs)) for step in plan))
         for step, count in zip(ranks, num_extras, strict=True):
@@ -260,7 +256,7 @@ def _sums(step: list[Rank], costs: Sequence[float]) -> list[float]:
     return [sum(costs[s] for s in rank) for rank in step]
 
 
-def _level(pool: list[int], costs: list[float], num_steps: int, num_ranks: int, per_rank: int) -> list[list[Rank]]:
+def _level(pool: list[int], costs: list[float], num_steps: int, num_ranks: int) -> list[list[Rank]]:
     """All bins of the window as even as possible, then neighbours in cost form a step."""
     bins = _partition(pool, costs, num_steps * num_ranks) if pool else []
     bins.sort(key=lambda b: -sum(costs[s] for s in b))
@@ -279,7 +275,7 @@ def _peel(pool: list[int], costs: list[float], num_steps: int, num_ranks: int, p
         level = left[-1][0] + sum(entry[0] for entry in left[: per_rank - 1])
         if level * num_bins <= sum(entry[0] for entry in left):
             rest = [entry[2] for entry in reversed(left)]
-            return steps + _level(rest, costs, num_steps - len(steps), num_ranks, per_rank)
+            return steps + _level(rest, costs, num_steps - len(steps), num_ranks)
         seeds = [left.pop() for _ in range(num_ranks)]
         step: list[Rank] = []
         for total, _, sample in seeds:

@@ -47,7 +47,9 @@ class SparseBalanceCallback(TrainerCallback):
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        self.sampler.set_epoch(state.global_step // self.balance.planner.num_steps)
+        epoch = state.global_step // self.balance.planner.num_steps
+        self.sampler.set_epoch(epoch)
+        self.balance.plan_epoch(epoch)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object

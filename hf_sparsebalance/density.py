@@ -129,9 +129,10 @@ def uniform_curve(length: int, block_size: int, top_p: tuple[float, ...] = TOP_P
 class CurveStore:
     """Density curves of the samples of one run, with a fall-back for samples not seen yet.
 
-    Sources, best first: the sample's own last seen curve; the moving average of its length bucket (powers of two);
-    the analytic prior at the bucket's middle length. The state depends on the order of `observe` calls, so ranks that
-    must plan alike have to report the same observations in the same order.
+    Sources, best first: the curve of the micro-batch that the sample was last seen in (its own, where it was alone
+    there); the moving average of its length bucket (powers of two); the analytic prior at the bucket's middle length.
+    The state depends on the order of `observe` calls, so ranks that must plan alike have to report the same
+    observations in the same order.
 
     Args:
         block_size: tokens of an attention block; documents no longer than it always get density 1.
@@ -171,13 +172,6 @@ class CurveStore:
         grid = np.asarray(average.top_p)
         mixed = (1.0 - weight) * np.asarray(average.density) + weight * curve.at_many(grid)
         self._buckets[key] = (count + 1, DensityCurve.from_measured(average.top_p, mixed.tolist()))
-
-    def copy(self) -> CurveStore:
-        """An independent snapshot: later observations in one do not reach the other. O(samples), curves are shared."""
-        other = CurveStore(self.block_size, self.average_weight)
-        other._samples = dict(self._samples)
-        other._buckets = dict(self._buckets)
-        return other
 
     def state_dict(self) -> dict[str, object]:
         """Everything learnt, as plain JSON-able data; grids are stored once, since nearly all curves share one."""

@@ -84,11 +84,12 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
         UserError: on every rank, where a trainable parameter differs between ranks.
     """
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if rank_and_world()[1] == 1 or any(isinstance(parameter, DTensor) for parameter in trainable):
+    if rank_and_world()[1] == 1 or not trainable or any(isinstance(parameter, DTensor) for parameter in trainable):
         return
     sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in trainable])
     seen = gather_rows(sums)
-    if not torch.equal(seen, seen[:1].expand_as(seen)):
+    # A parameter that went NaN did so on every rank, and is another fault.
+    if not torch.allclose(seen, seen[:1].expand_as(seen), rtol=0.0, atol=0.0, equal_nan=True):
         raise UserError(
             "the ranks' parameters differ after the first step: the model was not wrapped for data parallelism; do "
             "not prepare it with accelerate yourself before train()"

@@ -7,9 +7,11 @@ is first planned; the budgets also depend on what was measured since.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hf_sparsebalance.batching import BatchPlan, plan_batches
@@ -172,6 +174,7 @@ class Planner:
         """Plain JSON data from which a resumed run plans on as this one would."""
         snapshot = None if self._snapshot is None else {"epoch": self._snapshot[0], "learned": self._snapshot[1]}
         return {
+            "order": self._order(),
             "learned": self._learned(),
             "observations": [list(observation) for observation in self._observations],
             "snapshot": snapshot,
@@ -181,20 +184,36 @@ class Planner:
         """Take over the state of :meth:`state_dict`.
 
         Raises:
-            UserError: the state is not one of these.
+            UserError: the state is not one of these, or it belongs to a run with another order of documents.
         """
         try:
+            before, now = dict(state["order"]), self._order()
+            changed = [f"{name} {before.get(name)} (now {now[name]})" for name in now if before.get(name) != now[name]]
+            if changed:
+                raise UserError(
+                    f"the checkpoint's run had {', '.join(changed)}: documents would be repeated or lost; resume with "
+                    "the same options and data, or start a new run"
+                )
             self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
             self.predictor = _scaled(self.predictor, state["learned"]["scales"])
             self._observations.clear()
             self._observations.extend((float(a), float(b), float(c)) for a, b, c in state["observations"])
             snapshot = state["snapshot"]
             self._snapshot = None if snapshot is None else (int(snapshot["epoch"]), dict(snapshot["learned"]))
+        except UserError:
+            raise
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"the checkpoint's balance state is damaged ({error!r}): resume from an earlier checkpoint"
             ) from error
         self._plan = None
+
+    def _order(self) -> dict[str, Any]:
+        """What the order of documents depends on, beside what was learned."""
+        free = {"tolerance", "anchor", "scope", "refit"}
+        options = {field.name: getattr(self.settings, field.name) for field in fields(self.settings)}
+        digest = hashlib.sha256(json.dumps(list(self.lengths)).encode()).hexdigest()
+        return {**{name: value for name, value in options.items() if name not in free}, "lengths": digest[:16]}
 
     def _learned(self) -> dict[str, Any]:
         scales = None if self.predictor is None else [self.predictor.attention_scale, self.predictor.linear_scale]

@@ -26,9 +26,10 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_sparsebalance.arguments import SparseBalanceArguments
-from hf_sparsebalance.attention import ATTENTION_NAME, StatsCollector
+from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults, StatsCollector
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.latency import LatencyPredictor, LatencyProfile, LengthRow, ProfileContext, SparsePoint
+from hf_sparsebalance.latency import LatencyPredictor
+from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow, ProfileContext, SparsePoint
 from sparsebalance_kernels import block_sparse_attention
 
 DENSITIES = (0.03, 0.06, 0.12, 0.25, 0.5, 0.8)
@@ -99,6 +100,7 @@ def model_context(
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         num_layers=config.num_hidden_layers,
+        num_dense_layers=len(set(SparseAttentionDefaults.of(config).dense_layers)),
         hidden_size=config.hidden_size,
         block_size=block_size,
         gradient_checkpointing=gradient_checkpointing,
@@ -243,7 +245,11 @@ def _measure_attention(
     tensors = [tensor.requires_grad_() for tensor in (q, k, v)]
 
     def forward() -> torch.Tensor:
-        return block_sparse_attention(*tensors, cu_seqlens=starts, top_p=top_p, block_size=context.block_size)
+        # With statistics, as in training.
+        out, _ = block_sparse_attention(
+            *tensors, cu_seqlens=starts, top_p=top_p, block_size=context.block_size, return_stats=True
+        )
+        return out
 
     forward_ms, backward_ms = _time(forward, torch.randn_like(q), device, barrier, seconds)
     if context.gradient_checkpointing:

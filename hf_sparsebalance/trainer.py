@@ -28,7 +28,8 @@ from hf_sparsebalance.callback import BalanceProgressCallback, SparseBalanceCall
 from hf_sparsebalance.distributed import check_same, check_world, rank_and_world
 from hf_sparsebalance.documents import check_lengths
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.latency import LatencyPredictor, LatencyProfile
+from hf_sparsebalance.latency import LatencyPredictor
+from hf_sparsebalance.latency_profile import LatencyProfile
 from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.sampler import PlanSampler
@@ -214,7 +215,12 @@ def build_planner(
         if not sparse:
             # Dense attention reads only the profile's dense rows, which no block size has touched.
             measured = profile.context
-            context = replace(context, attention=measured.attention, block_size=measured.block_size)
+            context = replace(
+                context,
+                attention=measured.attention,
+                block_size=measured.block_size,
+                num_dense_layers=measured.num_dense_layers,
+            )
         profile.check(context)
     settings = PlanSettings(
         batching=args.batching,
@@ -245,6 +251,11 @@ def _model_defaults(config: Any, args: SparseBalanceArguments) -> SparseAttentio
     defaults = SparseAttentionDefaults.of(config)
     if defaults.top_p is None:
         raise UserError("config.sparse_attention sets top_k; tuning and planning need top_p: give --base_top_p")
+    if args.tolerance > 0 and defaults.max_blocks is not None:
+        raise UserError(
+            "--tolerance > 0 with sparse_attention.max_blocks: tuning does not know that bound; leave max_blocks out, "
+            "or --tolerance 0"
+        )
     if args.tolerance >= defaults.top_p:
         raise UserError(f"--tolerance ({args.tolerance}) must be smaller than the base top_p ({defaults.top_p})")
     config.sparse_attention = {**settings, "top_p": defaults.top_p, "block_size": defaults.block_size}

@@ -7,7 +7,8 @@ cost b of the gate, the dense kernel beats the sparse one above some density, as
 from __future__ import annotations
 
 from hf_sparsebalance.density import DensityCurve
-from hf_sparsebalance.latency import LatencyPredictor, LatencyProfile, LengthRow, ProfileContext, SparsePoint
+from hf_sparsebalance.latency import LatencyPredictor
+from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow, ProfileContext, SparsePoint
 
 BLOCK_SIZE = 64
 NUM_LAYERS = 4
@@ -31,6 +32,7 @@ def context(**changes: object) -> ProfileContext:
         "num_kv_heads": 2,
         "head_dim": 16,
         "num_layers": NUM_LAYERS,
+        "num_dense_layers": 0,
         "hidden_size": 64,
         "block_size": BLOCK_SIZE,
         "gradient_checkpointing": False,

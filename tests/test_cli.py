@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsebalance.cli import COMMANDS, main
-from hf_sparsebalance.latency import LatencyProfile
+from hf_sparsebalance.latency_profile import LatencyProfile
 from recipes.toy import build_model
 
 TEXTS = [

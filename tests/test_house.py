@@ -14,13 +14,14 @@ PACKAGES = {
     "hf_sparsebalance": ROOT / "hf_sparsebalance",
     "sparsebalance_kernels": ROOT / "kernels/sparsebalance_kernels",
 }
-PURE = {"density", "latency", "tuning", "batching", "schedule", "planner", "errors", "runlog"}
+PURE = {"density", "latency", "latency_profile", "tuning", "batching", "schedule", "planner", "errors", "runlog"}
 # Names the design makes public beside what the packages' __init__ export.
 PUBLIC_MODULES = {
     "arguments": {"SparseBalanceArguments"},
     "trainer": {"SparseBalanceTrainer", "SparseBalanceMixin"},
     "callback": {"SparseBalanceCallback"},
-    "latency": {"LatencyPredictor", "LatencyProfile"},
+    "latency": {"LatencyPredictor"},
+    "latency_profile": {"LatencyProfile"},
     "density": {"DensityCurve"},
     "tuning": {"tune_sparsity", "MicroBatch"},
     "batching": {"plan_batches"},

@@ -1,5 +1,6 @@
 """Latency profile and predictor."""
 
+import dataclasses
 import json
 import math
 import random
@@ -11,10 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.latency import Latency, LatencyPredictor, LatencyProfile
+from hf_sparsebalance.latency import Latency, LatencyPredictor
+from hf_sparsebalance.latency_profile import LatencyProfile
 
 # A chain of logarithms and exponentials of numbers below e^25.
 ROUNDING = 25 * 16 * 2.0**-52
+
+
+def test_dense_layers_take_dense_time():
+    """With d of n layers always dense, a prediction is d dense layers and n - d sparse ones."""
+    plain = toy.profile()
+    mixed = dataclasses.replace(plain, context=dataclasses.replace(plain.context, num_dense_layers=1))
+    sparse, dense = (LatencyPredictor(plain).document(1000, 0.3, dense=d).total_ms for d in (False, True))
+    assert LatencyPredictor(mixed).document(1000, 0.3).total_ms == pytest.approx(0.75 * sparse + 0.25 * dense)
+    assert LatencyPredictor(mixed).document(1000, 0.3, dense=True).total_ms == pytest.approx(dense)
 
 
 def test_profile_survives_its_file(tmp_path):

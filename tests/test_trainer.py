@@ -409,7 +409,9 @@ def test_sdpa_is_balanced_without_budgets(tmp_path):
     assert all(m["top_p"] is None and m["density"] is None for line in lines for m in line["micro_batches"])
     assert sorted(sum(map(samples_of, lines), [])) == list(range(len(LENGTHS)))
     plain = plan_batches(LENGTHS, strategy="random", num_ranks=1, num_slots=2, batch_size=2, seed=3)
-    assert [sorted(samples_of(line)) for line in lines] != [sorted(plain.samples(step)) for step in range(3)]
+    assert [sorted(samples_of(line)) for line in lines] != [
+        sorted(i for rank in step for slot in rank for i in slot) for step in plain.steps
+    ]
     expected = plain_loop(original, map(samples_of, lines))
     assert_same_training(recorder.parameters, losses_of(trainer), expected, start)
     assert "top_p" not in trainer.state.log_history[0] and "imbalance_rank" in trainer.state.log_history[0]
@@ -683,3 +685,45 @@ def test_refuses_a_model_that_attends_its_own_way(tmp_path, name):
     """A model that does not call the registered attention is found out at its first step."""
     with pytest.raises(UserError, match="(?s)attention interface.*sdpa"):
         train(tmp_path, FOREIGN[name](), tolerance=0.0, batching="random", with_profile=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_mixed_precision_trains(tmp_path, dtype, checkpointing):
+    """bf16=True trains a model of either dtype; its first loss is fp32 training's up to bf16's rounding."""
+    changes = {"tolerance": 0.0, "batching": "random"}
+    plain, _ = train(tmp_path / "plain", with_profile=False, **changes)
+    model = build(dtype=dtype)
+    mixed, _ = train(
+        tmp_path / "mixed", model, with_profile=False, bf16=True, gradient_checkpointing=checkpointing, **changes
+    )
+    # Every activation on the way is rounded to 8 bits once or twice; the loss averages over the tokens.
+    assert losses_of(mixed)[0] == pytest.approx(losses_of(plain)[0], rel=2 * torch.finfo(torch.bfloat16).eps)
+    assert losses_of(mixed)[-1] < losses_of(mixed)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 9}, "seed"),
+        ({"window": 1}, "window"),
+        ({"per_device_train_batch_size": 1}, "batch_size"),
+        ({"batching": "random"}, "batching"),
+        ({"max_tokens": 200}, "max_tokens"),
+        ({"base_top_p": 0.7}, "base_top_p"),
+    ],
+    ids=str,
+)
+def test_refuses_to_resume_with_another_order(uninterrupted, tmp_path, changes, named):
+    """Resuming with an option that moves documents is refused, naming the option: none would be repeated or lost."""
+    checkpoint = next(iter(sorted(Path(uninterrupted[0].args.output_dir).glob("checkpoint-*"))))
+    with pytest.raises(UserError, match=f"had {named}|, {named}"):
+        train(tmp_path, resume=str(checkpoint), num_train_epochs=2, **changes)
+
+
+def test_refuses_to_tune_under_max_blocks(tmp_path):
+    """Tuning does not know max_blocks, and says so."""
+    config = config_of()
+    config.sparse_attention = {"block_size": BLOCK, "top_p": BASE_TOP_P, "max_blocks": 2}
+    with pytest.raises(UserError, match="max_blocks"):
+        train(tmp_path, build(config=config), with_profile=False)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_sparsebalance.attention import ATTENTION_NAME, StatsCollector
+from hf_sparsebalance.attention import ATTENTION_NAME
 from hf_sparsebalance.cli.parsing import Parser
 from hf_sparsebalance.documents import load_documents
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.heldout import heldout_loss
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -40,41 +40,8 @@ def run(arguments: Sequence[str]) -> None:
         args.data, tokenizer=tokenizer, max_length=args.max_length, text_column=args.text_column
     )
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
-    result = evaluate(model.to(device).eval(), documents["input_ids"], args.top_p)
+    result = heldout_loss(model.to(device), documents["input_ids"], args.top_p)
     if args.json:
         print(json.dumps(result))
     else:
         print("  ".join(f"{name} {value:.4f}" for name, value in result.items() if value is not None))
-
-
-@torch.no_grad()
-def evaluate(
-    model: torch.nn.Module, documents: Sequence[Sequence[int]], top_p: float | None
-) -> dict[str, float | None]:
-    """Token-weighted mean loss (nats) of ``documents`` (token lists), and token-weighted density, work, coverage."""
-    sparse = model.config._attn_implementation == ATTENTION_NAME
-    loss, targets, tokens = 0.0, 0, 0
-    sums = dict.fromkeys(("density", "work", "coverage"), 0.0)
-    for document in documents:
-        ids = torch.tensor([list(document)], device=model.device)
-        collector = StatsCollector()
-        keywords = {"sparse_stats": collector, "sparse_top_p": top_p} if sparse else {}
-        mean = model(input_ids=ids, labels=ids, use_cache=False, **keywords).loss
-        if ids.shape[1] > 1:
-            loss += float(mean) * (ids.shape[1] - 1)
-        targets += ids.shape[1] - 1
-        tokens += ids.shape[1]
-        stats = collector.mean()
-        if stats is not None:
-            for name in sums:
-                sums[name] += getattr(stats, name) * ids.shape[1]
-    if targets == 0:
-        raise UserError("--data holds only documents of one token: there is nothing to predict")
-    shares = {name: value / tokens if sparse else None for name, value in sums.items()}
-    return {
-        "loss": loss / targets,
-        "perplexity": math.exp(min(loss / targets, 700.0)),
-        "documents": float(len(documents)),
-        "tokens": float(tokens),
-        **shares,
-    }

@@ -17,7 +17,8 @@ from rich.table import Table
 from hf_sparsebalance.batching import STRATEGIES
 from hf_sparsebalance.cli.parsing import Parser
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.latency import Latency, LatencyPredictor, LatencyProfile
+from hf_sparsebalance.latency import Latency, LatencyPredictor
+from hf_sparsebalance.latency_profile import LatencyProfile
 from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.schedule import simulate_step
 from hf_sparsebalance.tuning import ANCHORS

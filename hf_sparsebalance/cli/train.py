@@ -25,6 +25,7 @@ from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
 from hf_sparsebalance.distributed import check_world, rank_and_world
 from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.heldout import heldout_loss
 from hf_sparsebalance.profiling import device_name, load_config
 from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner
 from hf_sparsebalance.version import __version__
@@ -93,9 +94,11 @@ def run(arguments: Sequence[str]) -> None:
     trainer = SparseBalanceTrainer(
         model=model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer
     )
-    before = trainer.evaluate()["eval_loss"] if eval_set is not None and not args.resume_from_checkpoint else None
+    before = None
+    if eval_set is not None and not args.resume_from_checkpoint:
+        before = heldout_loss(trainer.model, eval_set["input_ids"])["loss"]
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    after = trainer.evaluate()["eval_loss"] if eval_set is not None else None
+    after = None if eval_set is None else heldout_loss(trainer.model, eval_set["input_ids"])["loss"]
     trainer.save_model()
     if trainer.is_world_process_zero():
         trainer.save_state()

@@ -7,7 +7,7 @@ from p, k and the length alone; documents no longer than a block go with the spa
 from __future__ import annotations
 
 import itertools
-from typing import Literal, overload
+import math
 
 import torch
 import torch.nn.functional as F
@@ -20,40 +20,6 @@ BACKENDS = ("auto", "torch", "reference")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@overload
-def block_sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    top_p: float | torch.Tensor | None = ...,
-    top_k: int | torch.Tensor | None = ...,
-    block_size: int = ...,
-    min_blocks: int = ...,
-    max_blocks: int | None = ...,
-    sink_blocks: int = ...,
-    scale: float | None = ...,
-    backend: str = ...,
-    return_stats: Literal[False] = ...,
-) -> torch.Tensor: ...
-@overload
-def block_sparse_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    top_p: float | torch.Tensor | None = ...,
-    top_k: int | torch.Tensor | None = ...,
-    block_size: int = ...,
-    min_blocks: int = ...,
-    max_blocks: int | None = ...,
-    sink_blocks: int = ...,
-    scale: float | None = ...,
-    backend: str = ...,
-    return_stats: Literal[True],
-) -> tuple[torch.Tensor, AttentionStats]: ...
 def block_sparse_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -102,13 +68,17 @@ def block_sparse_attention(
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if not math.isfinite(scale):
+        raise ValueError(f"scale must be finite, got {scale}")
     stats = StatsSums(top_k=budget.top_k is not None) if return_stats else None
-    if backend == "reference":
-        out = reference_attention(query, key, value, boundaries, budget, scale)
-        if stats is not None:
-            _reference_stats(query, key, boundaries, budget, scale, stats)
-    else:
-        out = _torch_attention(query, key, value, boundaries, budget, scale, stats)
+    # Autocast would take the gate's scores, which are fp32 by definition, to half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        if backend == "reference":
+            out = reference_attention(query, key, value, boundaries, budget, scale)
+            if stats is not None:
+                _reference_stats(query, key, boundaries, budget, scale, stats)
+        else:
+            out = _torch_attention(query, key, value, boundaries, budget, scale, stats)
     return out if stats is None else (out, stats.finish())
 
 
@@ -225,8 +195,8 @@ def _check_budget(
 ) -> Budget:
     if (top_p is None) == (top_k is None):
         raise ValueError("give exactly one of top_p and top_k")
-    if block_size < 1:
-        raise ValueError(f"block_size must be at least 1, got {block_size}")
+    if not isinstance(block_size, int) or block_size < 1:
+        raise ValueError(f"block_size must be a whole number of at least 1, got {block_size}")
     if min_blocks < 0 or sink_blocks < 0:
         raise ValueError(f"min_blocks and sink_blocks must not be negative, got {min_blocks} and {sink_blocks}")
     if max_blocks is not None and max_blocks < max(min_blocks, sink_blocks):

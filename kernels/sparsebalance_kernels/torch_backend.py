@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from sparsebalance_kernels.selection import BlockSelection, Tile
 
@@ -57,11 +58,16 @@ class _Attend(torch.autograd.Function):
             _history_forward(q, k, v, selection.block_size, tile, out, lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.selection, ctx.scale = selection, scale
-        lse_by_token = lse.transpose(0, 1).flatten(1, 2)
+        # Copies: with one kv head a reshape would hand out the very tensors that the backward pass reads.
+        result = torch.empty_like(query, memory_format=torch.contiguous_format)
+        result.unflatten(1, (num_kv_heads, -1)).copy_(out.transpose(0, 1))
+        lse_by_token = lse.new_empty(query.shape[:2])
+        lse_by_token.unflatten(1, (num_kv_heads, -1)).copy_(lse.transpose(0, 1))
         ctx.mark_non_differentiable(lse_by_token)
-        return out.transpose(0, 1).flatten(1, 2).to(query.dtype), lse_by_token
+        return result, lse_by_token
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_out, _grad_lse):  # type: ignore[no-untyped-def]
         query, key, value, out, lse = ctx.saved_tensors
         selection, scale, dtype = ctx.selection, ctx.scale, out.dtype
@@ -71,9 +77,11 @@ class _Attend(torch.autograd.Function):
         d_out = grad_out.to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1).contiguous()
         delta = (d_out * out).sum(-1)
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        _own_blocks_backward(q, k, v, selection, lse, delta, d_out, dq, dk, dv)
-        for tile in selection.tiles:
-            _history_backward(q, k, v, selection.block_size, tile, lse, delta, d_out, dq, dk, dv)
+        # backward() may be called under autocast, which the forward pass's caller has turned off only for itself.
+        with torch.autocast(q.device.type, enabled=False):
+            _own_blocks_backward(q, k, v, selection, lse, delta, d_out, dq, dk, dv)
+            for tile in selection.tiles:
+                _history_backward(q, k, v, selection.block_size, tile, lse, delta, d_out, dq, dk, dv)
         dq = dq.mul_(scale).transpose(0, 1).flatten(1, 2)
         return dq.to(query.dtype), dk.transpose(0, 1).to(key.dtype), dv.transpose(0, 1).to(value.dtype), None, None
 

@@ -36,4 +36,6 @@ try:
     refusals["replicas"] = None
 except UserError as error:
     refusals["replicas"] = str(error)
+check_replicas([torch.nn.Parameter(torch.tensor([float("nan")]))])  # alike on both ranks: another fault's business
+check_replicas([])
 job_setup.report("refused", refusals=refusals)

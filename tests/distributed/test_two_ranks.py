@@ -153,6 +153,24 @@ def test_evaluation_before_training_changes_nothing(parity):
         assert rank["parameters"] == plain["parameters"]
 
 
+def test_heldout_loss_does_not_depend_on_the_ranks(parity, tmp_path):
+    """Five documents over two ranks give the token mean of one plain loop over them."""
+    first, second = results(parity, "parity")
+    assert first["heldout"] == second["heldout"]
+    args = job_setup.arguments(tmp_path, tolerance=0.0, batching="random", gradient_accumulation_steps=4)
+    trainer, _ = job_setup.train(job_setup.build_model(torch.float64), args)
+    model, nats, targets = trainer.model.eval(), 0.0, 0
+    for ids in job_setup.documents()[:5]:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+        nats += float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum"))
+        targets += len(ids) - 1
+    # The two models differ by their gradients' fp32 rounding, the losses by theirs.
+    bound = torch.finfo(torch.float32).eps * sum(job_setup.LENGTHS)
+    assert first["heldout"]["loss"] == pytest.approx(nats / targets, rel=bound)
+    assert first["heldout"]["tokens"] == sum(job_setup.LENGTHS[:5])
+
+
 def test_two_ranks_train_as_one(parity, tmp_path):
     """Without tuning two ranks have the losses and parameters of one process with twice the accumulation."""
     first, second = results(parity, "parity")

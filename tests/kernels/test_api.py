@@ -228,6 +228,8 @@ WRONG = {
     "k-fraction": ("top_k", {"top_p": None, "top_k": 2.5}),
     "k-nan": ("top_k", {"top_p": None, "top_k": float("nan")}),
     "block_size-zero": ("block_size", {"block_size": 0}),
+    "block_size-fraction": ("block_size", {"block_size": 2.5}),
+    "scale-nan": ("scale", {"scale": float("nan")}),
     "min_blocks-negative": ("min_blocks", {"min_blocks": -1}),
     "sink_blocks-negative": ("sink_blocks", {"sink_blocks": -1}),
     "max_blocks-negative": ("max_blocks", {"max_blocks": -1}),

@@ -497,3 +497,41 @@ def test_two_runs_give_the_same_bits():
         results.append((out, *torch.autograd.grad(out, leaves, batch[3])))
     for result in results:
         assert all(torch.equal(one, two) for one, two in zip(result, first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 3}, {"top_p": 1.0}], ids=str)
+def test_autocast_changes_no_bit(dtype, options):
+    """Under autocast the operator computes as without it: scores in fp32, inputs in their own dtype."""
+    query, key, value, grad = (tensor.to(dtype) for tensor in batch_of())
+    lengths = list(LENGTHS)
+    expected = harness.run(query, key, value, grad, lengths, block_size=16, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = harness.run(query, key, value, grad, lengths, block_size=16, **options)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("length", [6, 40])
+def test_second_derivatives_are_refused(length):
+    """A second derivative through the operator raises, whatever the length, and never comes out wrong."""
+    query, key, value, _ = batch_of((length,), block_size=8)
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+    out = block_sparse_attention(*leaves, cu_seqlens=torch.tensor([0, length]), top_p=0.5, block_size=8)
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        sum(gradient.square().sum() for gradient in first).backward()
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_the_output_may_be_changed_in_place(kv_heads):
+    """An in-place product on the output gives the gradients of the product out of place."""
+    query, key, value, grad = batch_of(kv_heads=kv_heads)
+    results = []
+    for in_place in (True, False):
+        leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+        starts = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+        out = block_sparse_attention(*leaves, cu_seqlens=starts, top_p=0.5, block_size=16)
+        doubled = out.mul_(2) if in_place else out * 2
+        results.append(torch.autograd.grad(doubled, leaves, grad.to(out.dtype)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

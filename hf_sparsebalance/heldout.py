@@ -1,0 +1,64 @@
+"""Loss on held-out documents, token by token, whatever the number of ranks.
+
+Trainer's own evaluation averages over batches, and a round of batches over ranks; with documents of uneven length its
+figure depends on how they fall together.  Here each rank takes every n-th document whole, and sums are added up once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from hf_sparsebalance.attention import ATTENTION_NAME, StatsCollector
+from hf_sparsebalance.distributed import gather_rows, rank_and_world
+from hf_sparsebalance.errors import UserError
+
+_COLUMNS = ("nats", "targets", "tokens", "density", "work", "coverage")
+
+
+@torch.no_grad()
+def heldout_loss(
+    model: torch.nn.Module, documents: Sequence[Sequence[int]], top_p: float | None = None
+) -> dict[str, float | None]:
+    """Mean loss per predicted token of a causal language model; collective.
+
+    Args:
+        model: on its device; with sparsebalance attention the budget is ``top_p``, else the model's own.
+        documents: token ids of each document, the same on every rank.
+
+    Returns:
+        loss (nats per token), perplexity, documents, tokens; token-weighted density, work and coverage of the sparse
+        attention (None for another).
+
+    Raises:
+        UserError: no document has a second token.
+    """
+    rank, world = rank_and_world()
+    sparse = model.config._attn_implementation == ATTENTION_NAME
+    training = model.training
+    model.eval()
+    sums = torch.zeros(len(_COLUMNS), dtype=torch.float64)
+    for document in documents[rank::world]:
+        ids = torch.tensor([list(document)], device=model.device)
+        length = ids.shape[1]
+        collector = StatsCollector()
+        keywords = {"sparse_stats": collector, "sparse_top_p": top_p} if sparse else {}
+        loss = model(input_ids=ids, labels=ids, use_cache=False, **keywords).loss
+        stats = collector.mean()
+        shares = [1.0] * 3 if stats is None else [stats.density, stats.work, stats.coverage]
+        nats = float(loss) * (length - 1) if length > 1 else 0.0
+        sums += torch.tensor([nats, length - 1, length, *(share * length for share in shares)], dtype=torch.float64)
+    model.train(training)
+    total = dict(zip(_COLUMNS, gather_rows(sums).sum(0).tolist(), strict=True))
+    if not total["targets"]:
+        raise UserError("the held-out documents have one token each: there is nothing to predict")
+    loss_per_token = total["nats"] / total["targets"]
+    return {
+        "loss": loss_per_token,
+        "perplexity": math.exp(min(loss_per_token, 700.0)),
+        "documents": float(len(documents)),
+        "tokens": total["tokens"],
+        **{name: total[name] / total["tokens"] if sparse else None for name in _COLUMNS[3:]},
+    }

@@ -22,6 +22,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "repeats", help="folder for the runs")
     parser.add_argument("--json", type=Path, help="file for all summaries")
     args, options = parser.parse_known_args()
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     summaries = []
     for repeat in range(args.repeats):
         folder = args.output / str(repeat)

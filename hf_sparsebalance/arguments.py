@@ -23,6 +23,10 @@ class SparseBalanceArguments(TrainingArguments):
         UserError: a value is out of range, or an inherited option cannot be honoured; the message names it.
     """
 
+    per_device_train_batch_size: int = field(
+        default=1,
+        metadata={"help": "Documents per micro-batch, on average. Long documents leave room for one."},
+    )
     base_top_p: float | None = field(
         default=None,
         metadata={"help": "Attention budget: share of the gate's mass that each query keeps, in (0, 1]. Default: the "
@@ -118,6 +122,8 @@ class SparseBalanceArguments(TrainingArguments):
         ):
             if number is not None and number < 1:
                 raise UserError(f"--{name} must be at least 1, got {number}")
+        if min(self.seed, self.data_seed or 0) < 0:
+            raise UserError("--seed and --data_seed must not be negative")
 
     def _check_inherited(self) -> None:
         if self.train_sampling_strategy != "random":
@@ -144,14 +150,16 @@ class SparseBalanceArguments(TrainingArguments):
 
 
 def check_writable(folder: str) -> None:
-    """Find out now, not after hours of training, whether ``--output_dir`` can be written.
+    """Find out now, not after hours of training, whether ``--output_dir`` can be written; leaves nothing behind.
 
     Raises:
         UserError: the folder cannot be made, or a file in it cannot be written.
     """
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as probe:
+        with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"\0")
     except OSError as error:
         raise UserError(f"--output_dir {folder} cannot be written ({os.strerror(error.errno or 0)})") from error

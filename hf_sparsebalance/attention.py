@@ -19,6 +19,10 @@ from hf_sparsebalance.errors import UserError
 from sparsebalance_kernels import AttentionStats, block_sparse_attention
 
 ATTENTION_NAME = "sparsebalance"
+NO_SPARSE_ATTENTION = (
+    "the model never calls the sparsebalance attention, because it does not use transformers' attention interface: "
+    "choose another model, or --attn_implementation eager with --tolerance 0"
+)
 
 
 @dataclass(frozen=True)

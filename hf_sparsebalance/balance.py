@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from hf_sparsebalance import runlog
-from hf_sparsebalance.attention import StatsCollector
+from hf_sparsebalance.attention import NO_SPARSE_ATTENTION, StatsCollector
 from hf_sparsebalance.density import DensityCurve
 from hf_sparsebalance.distributed import gather_rows, rank_and_world
 from hf_sparsebalance.errors import UserError
@@ -115,10 +115,7 @@ class StepBalance:
             if stats is not None:
                 rows[slot, 3:] = _stats_row(stats)
             elif self.sparse:
-                raise UserError(
-                    "the model did not call the sparsebalance attention: it does not use transformers' attention "
-                    "interface; choose another model, or --attn_implementation sdpa with --tolerance 0"
-                )
+                raise UserError(NO_SPARSE_ATTENTION)
         gathered = gather_rows(rows)
         started = time.perf_counter()
         self._digest(global_step, gathered)

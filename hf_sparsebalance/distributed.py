@@ -71,6 +71,13 @@ def check_same(what: str, value: object) -> None:
         raise UserError(f"the ranks hold different {what}: start them all with the same options, files and versions")
 
 
+def leave() -> None:
+    """Leave the process group once every rank is done: an exit with its threads alive can abort the process."""
+    if rank_and_world()[1] > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Refuse to go on where ranks train models of their own; collective.
 

@@ -202,6 +202,8 @@ def _tokenise(batch: list[_Document], tokenizer: Any) -> Iterator[list[int]]:
 def _read_entry(entry: Any, tokenizer: Any, text_column: str, split: str) -> Iterator[_Document]:
     if not isinstance(entry, (str, Path)):
         raise UserError(f"--data takes names of files, folders and datasets, not a {type(entry).__name__}")
+    if not str(entry).strip():
+        raise UserError("--data holds an empty name (an unset variable?): name files, folders or datasets")
     path = Path(entry).expanduser()
     if path.is_dir() and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
         yield from _read_dataset(str(path), path, tokenizer, text_column, split)
@@ -247,7 +249,7 @@ def _read_file(path: Path, tokenizer: Any, text_column: str) -> Iterator[_Docume
         where = f"{path} line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"--data {where}: not valid JSON ({error}): write one object per line") from error
         if not isinstance(row, dict):
             raise UserError(f"--data {where}: a {type(row).__name__}, not an object: write one object per line")
@@ -296,12 +298,15 @@ def _check_columns(wanted: Sequence[str], columns: Iterable[str], where: str, te
 
 
 def _document(row: dict[str, Any], where: str, tokenizer: Any, text_column: str) -> _Document:
-    column = text_column if text_column in row else MESSAGES_COLUMN
-    _check_columns([column] if column in row else [], row, where, text_column)
+    columns = [name for name in (text_column, MESSAGES_COLUMN) if name in row]
+    _check_columns(columns, row, where, text_column)
+    column = next((name for name in columns if row[name] is not None), columns[0])
     value = row[column]
     if value is None:  # a null of a table is an empty document
         return _Document("", is_chat=False)
     if isinstance(value, str):
+        if not _is_unicode(value):
+            raise UserError(f"--data {where}: column {column!r} holds half a surrogate pair, which no tokenizer reads")
         return _Document(value, is_chat=False)
     if not isinstance(value, list) or not all(isinstance(message, dict) and "role" in message for message in value):
         raise UserError(f"--data {where}: column {column!r} holds neither text nor a list of messages with a role")
@@ -316,6 +321,15 @@ def _document(row: dict[str, Any], where: str, tokenizer: Any, text_column: str)
         return _Document(tokenizer.apply_chat_template(value, tokenize=False), is_chat=True)
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"--data {where}: the chat template refuses it ({_first_line(error)})") from error
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be written as UTF-8: JSON may escape half a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _first_line(error: BaseException) -> str:

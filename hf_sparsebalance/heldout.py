@@ -15,7 +15,7 @@ from hf_sparsebalance.attention import ATTENTION_NAME, StatsCollector
 from hf_sparsebalance.distributed import gather_rows, rank_and_world
 from hf_sparsebalance.errors import UserError
 
-_COLUMNS = ("nats", "targets", "tokens", "density", "work", "coverage")
+_COLUMNS = ("nats", "targets", "tokens", "pairs", "density", "work", "coverage")
 
 
 @torch.no_grad()
@@ -29,8 +29,8 @@ def heldout_loss(
         documents: token ids of each document, the same on every rank.
 
     Returns:
-        loss (nats per token), perplexity, documents, tokens; token-weighted density, work and coverage of the sparse
-        attention (None for another).
+        loss (nats per token), perplexity, documents, tokens; density and work of the sparse attention, weighted by the
+        (query, key) pairs that they are shares of, and coverage, weighted by tokens (None for another attention).
 
     Raises:
         UserError: no document has a second token.
@@ -47,9 +47,11 @@ def heldout_loss(
         keywords = {"sparse_stats": collector, "sparse_top_p": top_p} if sparse else {}
         loss = model(input_ids=ids, labels=ids, use_cache=False, **keywords).loss
         stats = collector.mean()
-        shares = [1.0] * 3 if stats is None else [stats.density, stats.work, stats.coverage]
+        density, work, coverage = (1.0,) * 3 if stats is None else (stats.density, stats.work, stats.coverage)
+        pairs = length * (length + 1) // 2
         nats = float(loss) * (length - 1) if length > 1 else 0.0
-        sums += torch.tensor([nats, length - 1, length, *(share * length for share in shares)], dtype=torch.float64)
+        row = [nats, length - 1, length, pairs, density * pairs, work * pairs, coverage * length]
+        sums += torch.tensor(row, dtype=torch.float64)
     model.train(training)
     total = dict(zip(_COLUMNS, gather_rows(sums).sum(0).tolist(), strict=True))
     if not total["targets"]:
@@ -60,5 +62,7 @@ def heldout_loss(
         "perplexity": math.exp(min(loss_per_token, 700.0)),
         "documents": float(len(documents)),
         "tokens": total["tokens"],
-        **{name: total[name] / total["tokens"] if sparse else None for name in _COLUMNS[3:]},
+        "density": total["density"] / total["pairs"] if sparse else None,
+        "work": total["work"] / total["pairs"] if sparse else None,
+        "coverage": total["coverage"] / total["tokens"] if sparse else None,
     }

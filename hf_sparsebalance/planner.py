@@ -86,13 +86,18 @@ class Planner:
         settings: see :class:`PlanSettings`.
         lengths: tokens of each sample.
         predictor: needed by ``sparsity_aware`` batching and by tuning.
+        num_epochs: how many epochs to try out at once.
 
     Raises:
-        UserError: a predictor is needed and missing.
+        UserError: a predictor is needed and missing, or an epoch cannot be planned.
     """
 
     def __init__(
-        self, settings: PlanSettings, lengths: Sequence[int], predictor: LatencyPredictor | None = None
+        self,
+        settings: PlanSettings,
+        lengths: Sequence[int],
+        predictor: LatencyPredictor | None = None,
+        num_epochs: int = 1,
     ) -> None:
         if predictor is None and (settings.tunes or settings.batching == "sparsity_aware"):
             raise UserError(
@@ -106,8 +111,10 @@ class Planner:
         self._observations: deque[tuple[float, float, float]] = deque(maxlen=OBSERVATIONS_KEPT)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._plan: tuple[int, BatchPlan] | None = None
-        # Refuses what cannot be planned before anything has been trained.
-        self.batches(0)
+        self._untaught = self._learned()
+        # Refuses what cannot be planned before anything has been trained: every epoch draws other batches.
+        for epoch in range(num_epochs):
+            self._plan_epoch(epoch, self._untaught)
 
     @property
     def num_steps(self) -> int:
@@ -120,7 +127,12 @@ class Planner:
         if self._plan is None or self._plan[0] != epoch:
             if self._snapshot is None or self._snapshot[0] != epoch:
                 self._snapshot = (epoch, self._learned())
-            self._plan = (epoch, self._plan_epoch(epoch, self._snapshot[1]))
+            try:
+                plan = self._plan_epoch(epoch, self._snapshot[1])
+            except UserError:
+                # Under a tight max_tokens learned costs may pack worse than the profile's, which were tried.
+                plan = self._plan_epoch(epoch, self._untaught)
+            self._plan = (epoch, plan)
         return self._plan[1]
 
     def budgets(self, epoch: int, step: int) -> Tuning | None:

@@ -26,7 +26,12 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hf_sparsebalance.arguments import SparseBalanceArguments
-from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults, StatsCollector
+from hf_sparsebalance.attention import (
+    ATTENTION_NAME,
+    NO_SPARSE_ATTENTION,
+    SparseAttentionDefaults,
+    StatsCollector,
+)
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow, ProfileContext, SparsePoint
@@ -91,7 +96,8 @@ def model_context(
     heads = config.num_attention_heads
     return ProfileContext(
         device=device_name(device),
-        num_threads=num_threads,
+        # Where an accelerator computes, the host's threads change nothing.
+        num_threads=num_threads if device.type == "cpu" else 0,
         num_processes=num_processes,
         attention=attention,
         backend="torch",
@@ -128,12 +134,12 @@ def measure_profile(request: ProfileRequest, progress: Callable[[int, int], None
         progress: called with (points done, points in all).
 
     Raises:
-        UserError: a process died (out of memory, for instance); the message says what to lower.
+        UserError: the model cannot attend sparsely, or a process died (out of memory, for instance).
     """
     context = request.context
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(context.num_processes)
-    results: multiprocessing.Queue[tuple[int, list[float]]] = spawn.Queue()
+    results: multiprocessing.Queue[_Result] = spawn.Queue()
     workers = [
         spawn.Process(target=_worker, args=(request, rank, barrier, results), daemon=True)
         for rank in range(context.num_processes)
@@ -156,6 +162,10 @@ def measure_profile(request: ProfileRequest, progress: Callable[[int, int], None
     return _assemble(request, points, means)
 
 
+# A measuring process sends a point's number with its values, or with the message of a UserError.
+_Result = tuple[int, "list[float] | str"]
+
+
 @dataclass(frozen=True, slots=True)
 class _Point:
     """One thing to measure: attention at (length, top_p), or the whole model at a length (top_p None)."""
@@ -173,21 +183,30 @@ def _lengths(request: ProfileRequest) -> list[int]:
 
 
 def _points(request: ProfileRequest) -> Iterator[_Point]:
+    # The whole model first: one that cannot be used is found at once.
+    shorter = [tokens for tokens in LINEAR_TOKENS if tokens <= request.max_length]
+    for length in shorter if len(shorter) > 1 else (max(1, request.max_length // 2), request.max_length):
+        yield _Point(length, None)
     for length in _lengths(request):
         yield _Point(length, 1.0)
         if length > request.context.block_size:
             for top_p in QUICK_DENSITIES if request.quick else DENSITIES:
                 yield _Point(length, top_p)
-    shorter = [tokens for tokens in LINEAR_TOKENS if tokens <= request.max_length]
-    for length in shorter if len(shorter) > 1 else (max(1, request.max_length // 2), request.max_length):
-        yield _Point(length, None)
 
 
-def _worker(
-    request: ProfileRequest, rank: int, barrier: Barrier, results: multiprocessing.Queue[tuple[int, list[float]]]
+def _worker(request: ProfileRequest, rank: int, barrier: Barrier, results: multiprocessing.Queue[_Result]) -> None:
+    """Measure every point in step with the other processes; sends a result each, or what the user did wrong."""
+    try:
+        _measure_points(request, rank, barrier, results)
+    except UserError as error:
+        results.put((0, str(error)))
+
+
+def _measure_points(
+    request: ProfileRequest, rank: int, barrier: Barrier, results: multiprocessing.Queue[_Result]
 ) -> None:
-    """Measure every point in step with the other processes; sends (point number, values)."""
-    torch.set_num_threads(request.context.num_threads)
+    if request.context.num_threads:
+        torch.set_num_threads(request.context.num_threads)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", rank % torch.cuda.device_count())
@@ -204,15 +223,17 @@ def _worker(
         results.put((number, values))
 
 
-def _next_result(
-    results: multiprocessing.Queue[tuple[int, list[float]]], workers: Sequence[Any]
-) -> tuple[int, list[float]]:
+def _next_result(results: multiprocessing.Queue[_Result], workers: Sequence[Any]) -> tuple[int, list[float]]:
     waited = 0.0
     while waited < WAIT_S:
         try:
-            return results.get(timeout=1.0)
+            number, values = results.get(timeout=1.0)
         except queue.Empty:
             waited += 1.0
+        else:
+            if isinstance(values, str):
+                raise UserError(values)
+            return number, values
         dead = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0)]
         if dead:
             break
@@ -258,9 +279,12 @@ def _measure_attention(
 
 
 def _build_model(request: ProfileRequest, device: torch.device) -> torch.nn.Module:
-    model = AutoModelForCausalLM.from_config(
-        request.config, attn_implementation=ATTENTION_NAME, dtype=_dtype(request.context)
-    )
+    try:
+        model = AutoModelForCausalLM.from_config(
+            request.config, attn_implementation=ATTENTION_NAME, dtype=_dtype(request.context)
+        )
+    except (KeyError, ValueError) as error:
+        raise UserError(NO_SPARSE_ATTENTION) from error
     model.config.use_cache = False
     if request.context.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -285,7 +309,8 @@ def _measure_model(
     with torch.no_grad():
         model(input_ids=ids, sparse_top_p=0.1, sparse_stats=collector)
     stats = collector.mean()
-    assert stats is not None
+    if stats is None:
+        raise UserError(NO_SPARSE_ATTENTION)
     return [stats.density, *_time(forward, None, device, barrier, seconds)]
 
 

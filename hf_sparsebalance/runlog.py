@@ -41,6 +41,7 @@ class MicroBatch:
 
     @property
     def busy_ms(self) -> float:
+        """Forward and backward time."""
         return self.forward_ms + self.backward_ms
 
 
@@ -85,10 +86,12 @@ class Run:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks that took part."""
         return 1 + max(micro_batch.rank for step in self.steps for micro_batch in step.micro_batches)
 
     @property
     def total_s(self) -> float:
+        """Sum of the steps' times, seconds."""
         return sum(step.step_s for step in self.steps)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -237,7 +238,8 @@ def build_planner(
         block_size=block_size,
         refit=args.refit,
     )
-    return Planner(settings, lengths, None if profile is None else LatencyPredictor(profile))
+    predictor = None if profile is None else LatencyPredictor(profile)
+    return Planner(settings, lengths, predictor, num_epochs=max(1, math.ceil(args.num_train_epochs)))
 
 
 def _model_defaults(config: Any, args: SparseBalanceArguments) -> SparseAttentionDefaults:

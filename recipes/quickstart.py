@@ -52,7 +52,9 @@ def main() -> int:
         parser.error("--documents must be a multiple of 8: two ranks with four micro-batches each")
     started = time.perf_counter()
     console = Console()
-    shutil.rmtree(args.output, ignore_errors=True)
+    # Only what an earlier quickstart wrote: the folder may hold other things.
+    for name in ("model", *RUNS):
+        shutil.rmtree(args.output / name, ignore_errors=True)
     model = build_model(args.output / "model")
     train, heldout = build_documents(
         args.output, num_train=args.documents, num_heldout=args.heldout, max_bytes=args.max_length

@@ -8,7 +8,7 @@ import planning_profiles
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
 
 from hf_sparsebalance.cli import COMMANDS, main
 from hf_sparsebalance.latency_profile import LatencyProfile
@@ -80,7 +80,7 @@ def refused(capfd, flags, *wanted, extra=()):
     capfd.readouterr()
     status = main(["train", *command_line(flags), *extra])
     assert_one_line(capfd, status, *wanted)
-    assert written_to(flags["output_dir"]) == []
+    assert not flags["output_dir"].exists()
 
 
 # Mistakes.
@@ -110,6 +110,10 @@ def refused(capfd, flags, *wanted, extra=()):
         ({"gradient_accumulation_steps": 100}, "gradient_accumulation_steps"),
         ({"train_sampling_strategy": "group_by_length"}, "--train_sampling_strategy"),
         ({"resume_from_checkpoint": "/nowhere/checkpoint-1"}, "/nowhere/checkpoint-1"),
+        ({"seed": -1}, "--seed"),
+        ({"lora_r": 2, "lora_dropout": 2}, "--lora_dropout"),
+        ({"eval_strategy": "steps"}, "--eval_data"),
+        ({"data": ""}, "--data"),
     ],
 )
 def test_bad_values(capfd, flags, changes, wanted):
@@ -243,6 +247,16 @@ def test_profile_output_is_checked_before_measuring(capfd, model_folder, tmp_pat
     arguments = ["--model_name_or_path", str(model_folder), "--max_length", "64", "--quick", "--threads", "1"]
     status = main(["profile", *arguments, "--block_size", "16", "--output", str(tmp_path)])
     assert_one_line(capfd, status, "--output")
+
+
+def test_profile_refuses_another_attention(capfd, tmp_path):
+    """A model without the attention interface is refused by profile as such, before anything is measured."""
+    BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    arguments = ["--model_name_or_path", str(tmp_path), "--max_length", "64", "--quick", "--block_size", "16"]
+    status = main(["profile", *arguments, "--output", str(tmp_path / "profile.json")])
+    err = capfd.readouterr().err.splitlines()
+    assert status == 2 and "attention interface" in err[-1]
+    assert not (tmp_path / "profile.json").exists()
 
 
 @pytest.mark.parametrize(

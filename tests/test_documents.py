@@ -87,7 +87,7 @@ def test_saved_datasets_are_loaded(tmp_path):
 def test_messages_go_through_the_chat_template(tmp_path):
     """A conversation is rendered by the tokenizer's template, without added tokens, and ends in one eos."""
     messages = [{"role": "u", "content": "hi"}, {"role": "a", "content": "yo"}]
-    path = write_lines(tmp_path / "a.jsonl", {"messages": messages}, {"text": "plain"}, {"messages": []})
+    path = write_lines(tmp_path / "a.jsonl", {"text": None, "messages": messages}, {"text": "plain"}, {"messages": []})
     tokenizer = make_tokenizer(bos=True, chat_template=TEMPLATE)
     dataset, counts = load(path, tokenizer=tokenizer)
     assert dataset["input_ids"][:] == [ids("u:hi;a:yo;"), [1, *ids("plain")]] and counts.empty == 1
@@ -158,6 +158,8 @@ def test_batches_do_not_show(tmp_path):
         (b'{"text": 3}\n', r"a\.jsonl line 1: column 'text'"),
         (b'{"messages": ["hi"]}\n', r"a\.jsonl line 1: column 'messages'"),
         (b'{"text": "\xff"}\n', r"a\.jsonl: not UTF-8"),
+        (b'{"text": "a\\ud800b"}\n', r"a\.jsonl line 1: column 'text' holds half a surrogate"),
+        (b'{"text": ' + b"[" * 100_000 + b"\n", r"a\.jsonl line 1: not valid JSON"),
         (b"", "--data holds no document"),
     ],
 )

@@ -435,6 +435,22 @@ def test_max_tokens_bounds_micro_batches(tmp_path):
     assert sorted(s for m in micro_batches for s in m["documents"]) == list(range(len(LENGTHS)))
 
 
+def test_max_tokens_is_tried_for_every_epoch(tmp_path):
+    """A run whose third epoch cannot keep --max_tokens is refused at its start, not after two epochs."""
+    options = {"strategy": "random", "num_ranks": 1, "num_slots": 2, "batch_size": 2, "seed": 1}
+
+    def largest(epoch):
+        plan = plan_batches(LENGTHS, **options, epoch=epoch)
+        return max(sum(LENGTHS[i] for i in slot) for step in plan.steps for rank in step for slot in rank)
+
+    assert max(largest(0), largest(1)) < largest(2)
+    changes = {"batching": "random", "tolerance": 0.0, "seed": 1, "max_tokens": max(largest(0), largest(1))}
+    train(tmp_path, with_profile=False, num_train_epochs=2, **changes)
+    with pytest.raises(UserError, match="max_tokens"):
+        train(tmp_path / "three", with_profile=False, num_train_epochs=3, **changes)
+    assert not (tmp_path / "three" / "balance.jsonl").exists()
+
+
 # Checkpoints.
 
 
@@ -683,7 +699,7 @@ FOREIGN = {
 @pytest.mark.parametrize("name", FOREIGN)
 def test_refuses_a_model_that_attends_its_own_way(tmp_path, name):
     """A model that does not call the registered attention is found out at its first step."""
-    with pytest.raises(UserError, match="(?s)attention interface.*sdpa"):
+    with pytest.raises(UserError, match="(?s)attention interface.*eager"):
         train(tmp_path, FOREIGN[name](), tolerance=0.0, batching="random", with_profile=False)
 
 

@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> None:
         "--processes", type=int, default=None, help="training processes on this host (default: GPUs, or 1)"
     )
     parser.add_argument(
-        "--threads", type=int, default=None, help="compute threads of each (default: cores / processes)"
+        "--threads", type=int, default=None, help="CPU threads of each (default: OMP_NUM_THREADS, or 1)"
     )
     parser.add_argument("--block_size", type=int, default=None, help="default: the model's, else 128")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="compute dtype")
@@ -36,7 +36,9 @@ def run(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
     processes = args.processes if args.processes is not None else max(1, gpus)
-    threads = args.threads if args.threads is not None else max(1, (os.cpu_count() or 1) // max(1, processes))
+    # What a rank gets from accelerate launch and torchrun unless it is told otherwise.
+    inherited = os.environ.get("OMP_NUM_THREADS", "1")
+    threads = args.threads if args.threads is not None else int(inherited) if inherited.isdecimal() else 1
     for name, value in (("processes", processes), ("threads", threads), ("max_length", args.max_length - 1)):
         if value < 1:
             raise UserError(f"--{name} is too small: at least 1 (max_length: 2)")

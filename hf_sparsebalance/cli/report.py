@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from hf_sparsebalance.cli.parsing import Parser
+from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.report import balance_share, draw_timeline, render_table, summarise
 from hf_sparsebalance.runlog import read_run
 
@@ -24,7 +25,10 @@ def run(arguments: Sequence[str]) -> None:
     baseline = read_run(args.baseline) if args.baseline else runs[0]
     summaries = [summarise(run, baseline) for run in runs]
     if args.picture:
-        draw_timeline(runs, args.picture)
+        try:
+            draw_timeline(runs, args.picture)
+        except OSError as error:
+            raise UserError(f"--picture {args.picture} cannot be written ({error.strerror})") from error
     if args.json:
         print(json.dumps(summaries, indent=2))
     else:

@@ -39,6 +39,8 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args(arguments)
+    if not 0.0 < args.base_top_p <= 1.0 or not 0.0 <= args.tolerance < args.base_top_p:
+        raise UserError("--base_top_p must lie in (0, 1], and --tolerance between 0 and below it")
     profile = LatencyProfile.load(args.profile)
     base = PlanSettings(
         batching="random",

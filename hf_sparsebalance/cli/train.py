@@ -22,7 +22,7 @@ from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME
 from hf_sparsebalance.callback import read_state
 from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
-from hf_sparsebalance.distributed import check_world, rank_and_world
+from hf_sparsebalance.distributed import check_world, leave, rank_and_world
 from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.heldout import heldout_loss
@@ -90,10 +90,22 @@ def run(arguments: Sequence[str]) -> None:
     build_planner(config, args, check_lengths(train_set), args.train_batch_size)
     if isinstance(args.resume_from_checkpoint, str):
         read_state(args.resume_from_checkpoint)
-    model = load_model(model_args)
-    trainer = SparseBalanceTrainer(
-        model=model, args=args, train_dataset=train_set, eval_dataset=eval_set, processing_class=tokenizer
-    )
+    try:
+        trainer = SparseBalanceTrainer(
+            model=load_model(model_args),
+            args=args,
+            train_dataset=train_set,
+            eval_dataset=eval_set,
+            processing_class=tokenizer,
+        )
+    except UserError:
+        raise
+    except (ValueError, ImportError, RuntimeError) as error:
+        # Options that transformers and peft refuse, such as a tracker that is not installed.
+        raise UserError(str(error)) from error
+    if rank == 0:
+        # The figures of an earlier run must not stand beside this one's steps.
+        (Path(str(args.output_dir)) / "run.json").unlink(missing_ok=True)
     before = None
     if eval_set is not None and not args.resume_from_checkpoint:
         before = heldout_loss(trainer.model, eval_set["input_ids"])["loss"]
@@ -103,6 +115,7 @@ def run(arguments: Sequence[str]) -> None:
     if trainer.is_world_process_zero():
         trainer.save_state()
         runlog.write_run(str(args.output_dir), _run_fields(trainer, len(train_set), before, after))
+    leave()
 
 
 def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, SparseBalanceArguments]:
@@ -118,7 +131,7 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, Spar
         *parsed, _, unknown = parser.parse_args_into_dataclasses(flags, return_remaining_strings=True)
     except UserError:
         raise
-    except ValueError as error:
+    except (ValueError, ImportError) as error:
         # TrainingArguments' own checks.
         raise UserError(str(error)) from error
     if unknown:
@@ -128,6 +141,10 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, Spar
         raise UserError(f"--dtype must be one of {', '.join(DTYPES)}, got {model_args.dtype!r}")
     if model_args.lora_r < 0:
         raise UserError(f"--lora_r must not be negative, got {model_args.lora_r}: 0 trains the whole model")
+    if not 0.0 <= model_args.lora_dropout < 1.0:
+        raise UserError(f"--lora_dropout must lie in [0, 1), got {model_args.lora_dropout}")
+    if args.eval_strategy != "no" and not data_args.eval_data:
+        raise UserError(f"--eval_strategy {args.eval_strategy} needs --eval_data")
     # A command line knows no types: only here may `true` mean the last checkpoint.
     resume = {"true": True, "false": None}
     if isinstance(args.resume_from_checkpoint, str):

@@ -178,8 +178,8 @@ def sparsebalance_attention(
     Args:
         query: ``[batch, H, Tq, D]``; key, value: ``[batch, Hkv, Tk, D]``, heads not repeated, any strides.
         attention_mask: None, or bool ``[batch, keys]`` from :func:`sparsebalance_mask`.
-        position_ids: ``[1 or batch, Tq]``; where they do not rise by one a new document starts (packing), unless
-            ``cu_seq_lens_q`` (int ``[documents + 1]`` over the flattened batch) says it better or a mask is given.
+        position_ids: ``[1 or batch, Tq]``; where they do not rise by one (beside a mask: do not rise) a new document
+            starts, unless ``cu_seq_lens_q`` (int ``[documents + 1]`` over the flattened batch) says it better.
         sparse_top_p, sparse_top_k: the budget of this call, a number, a 0-d tensor or one per document; without them
             ``config.sparse_attention`` holds.
         sparse_stats: filled with the statistics of this layer when given.

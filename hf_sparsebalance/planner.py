@@ -57,6 +57,11 @@ class PlanSettings:
     refit: bool
 
     @property
+    def global_batch(self) -> int:
+        """Documents of one optimizer step."""
+        return self.num_ranks * self.num_slots * self.batch_size
+
+    @property
     def tunes(self) -> bool:
         """Whether budgets move at all."""
         return self.tolerance > 0.0
@@ -119,8 +124,7 @@ class Planner:
     @property
     def num_steps(self) -> int:
         """Optimizer steps of an epoch; the same for every epoch."""
-        settings = self.settings
-        return len(self.lengths) // (settings.num_ranks * settings.num_slots * settings.batch_size)
+        return len(self.lengths) // self.settings.global_batch
 
     def batches(self, epoch: int) -> BatchPlan:
         """The batches of an epoch; planned once, from the state at the first call for that epoch."""

@@ -28,7 +28,7 @@ class PlanSampler(BatchRebalanceSampler):
         settings = planner.settings
         super().__init__(
             lengths=list(planner.lengths),
-            effective_batch_size=settings.num_ranks * settings.num_slots * settings.batch_size,
+            effective_batch_size=settings.global_batch,
             dp_size=settings.num_ranks,
             grad_accum=settings.num_slots,
             seed=settings.seed,

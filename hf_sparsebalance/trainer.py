@@ -239,7 +239,10 @@ def build_planner(
         refit=args.refit,
     )
     predictor = None if profile is None else LatencyPredictor(profile)
-    return Planner(settings, lengths, predictor, num_epochs=max(1, math.ceil(args.num_train_epochs)))
+    epochs = args.num_train_epochs
+    if args.max_steps > 0:
+        epochs = args.max_steps * settings.global_batch / max(1, len(lengths))
+    return Planner(settings, lengths, predictor, num_epochs=max(1, math.ceil(epochs)))
 
 
 def _model_defaults(config: Any, args: SparseBalanceArguments) -> SparseAttentionDefaults:

@@ -22,7 +22,7 @@ from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME
 from hf_sparsebalance.callback import read_state
 from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
-from hf_sparsebalance.distributed import check_world, leave, rank_and_world
+from hf_sparsebalance.distributed import check_world, rank_and_world
 from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.heldout import heldout_loss
@@ -115,7 +115,6 @@ def run(arguments: Sequence[str]) -> None:
     if trainer.is_world_process_zero():
         trainer.save_state()
         runlog.write_run(str(args.output_dir), _run_fields(trainer, len(train_set), before, after))
-    leave()
 
 
 def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, SparseBalanceArguments]:

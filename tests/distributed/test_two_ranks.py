@@ -20,6 +20,15 @@ TIMEOUT_S = 180
 pytestmark = pytest.mark.slow
 
 
+ENVIRONMENT = {
+    **os.environ,
+    "ACCELERATE_USE_CPU": "true",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests"))),
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
 def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
@@ -28,18 +37,10 @@ def free_port():
 
 def launch(job, out, processes=2):
     """Run a job; returns the completed process."""
-    paths = [ROOT, ROOT / "kernels", ROOT / "tests"]
-    env = {
-        **os.environ,
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
-        "CUDA_VISIBLE_DEVICES": "",
-    }
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
     command += ["--num_processes", str(processes), "--main_process_port", str(free_port()), "--num_machines", "1"]
     command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(HERE / job), str(out)]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
 def results(out, name):
@@ -226,3 +227,23 @@ def test_processes_that_do_not_find_each_other_are_refused(monkeypatch, tmp_path
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes but 1 found"):
         job_setup.train(job_setup.build_model(), args)
+
+
+def test_the_process_group_is_left_at_exit():
+    """A process whose world was checked has left its process group before the interpreter goes."""
+    code = """
+import atexit, tempfile
+import torch.distributed as dist
+from hf_sparsebalance.distributed import check_world
+atexit.register(lambda: print(dist.is_initialized()))
+with tempfile.NamedTemporaryFile() as file:
+    dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
+    check_world(None)
+    check_world(1)
+print(dist.is_initialized())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True", "False"]

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import json
 import shutil
 from pathlib import Path
@@ -10,66 +9,35 @@ from pathlib import Path
 import datasets
 import planning_profiles
 import pytest
+import tiny_run
 import torch
 import torch.nn.functional as F
+from tiny_run import BASE_TOP_P, BLOCK, LEARNING_RATE, LENGTHS, TOLERANCE, VOCAB, config_of, documents
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DataCollatorWithFlattening,
     PreTrainedConfig,
     PreTrainedModel,
-    Qwen2Config,
     TrainerCallback,
     TrainingArguments,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
 from hf_sparsebalance import runlog
-from hf_sparsebalance.arguments import SparseBalanceArguments
 from hf_sparsebalance.batching import plan_batches
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.report import summarise
 from hf_sparsebalance.trainer import SparseBalanceTrainer
 
-BLOCK = 4
-VOCAB = 61
-BASE_TOP_P = 0.5
-TOLERANCE = 0.2
-LEARNING_RATE = 0.05
-# 3 steps of 4 documents, and one document more.
-LENGTHS = (60, 7, 25, 12, 44, 9, 5, 33, 18, 4, 52, 11, 28)
 STEPS_PER_EPOCH = 3
 # Loss and norms are computed in fp32 whatever the model's dtype.
 ROUNDING = torch.finfo(torch.float32).eps
 
 
-@functools.cache
-def documents(lengths=LENGTHS):
-    """Token ids of each document; the first token is the document's number plus one."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-    return tuple((number + 1, *ids[1:]) for number, ids in enumerate(tokens))
-
-
 def dataset(lengths=LENGTHS, **columns):
     return datasets.Dataset.from_dict({"input_ids": [list(ids) for ids in documents(lengths)], **columns})
-
-
-def config_of(**changes):
-    values = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.1,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
-    return Qwen2Config(**{**values, **changes})
 
 
 def build(attention="sparsebalance", dtype=torch.float32, config=None):
@@ -80,29 +48,8 @@ def build(attention="sparsebalance", dtype=torch.float32, config=None):
 
 
 def arguments(folder, **changes):
-    """Two micro-batches of two documents a step, tuned, reproducible to the bit."""
-    values = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 3,
-        "base_top_p": BASE_TOP_P,
-        "block_size": BLOCK,
-        "tolerance": TOLERANCE,
-        "window": 2,
-        "refit": False,
-    }
-    return SparseBalanceArguments(**{**values, **changes})
+    """Two micro-batches of two documents a step, reproducible to the bit."""
+    return tiny_run.arguments(folder, **{"per_device_train_batch_size": 2, "refit": False, **changes})
 
 
 def write_profile(path, model, args, **context):

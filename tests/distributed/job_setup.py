@@ -10,71 +10,30 @@ from pathlib import Path
 
 import datasets
 import planning_profiles
+import tiny_run
 import torch
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Qwen2Config, TrainerCallback
+from tiny_run import BLOCK, config_of
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, TrainerCallback
 
-from hf_sparsebalance.arguments import SparseBalanceArguments
 from hf_sparsebalance.distributed import rank_and_world
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.trainer import SparseBalanceTrainer
 
-BLOCK = 4
-VOCAB = 61
-BASE_TOP_P = 0.5
-TOLERANCE = 0.2
-LEARNING_RATE = 0.05
-# 3 steps of 4 documents, and one document more.
-LENGTHS = (60, 7, 25, 12, 44, 9, 5, 33, 18, 4, 52, 11, 28)
-
 
 def documents():
-    """Token ids of each document; the first token is the document's number plus one."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in LENGTHS]
-    return [[number + 1, *ids[1:]] for number, ids in enumerate(tokens)]
+    """Token ids of each document, as lists."""
+    return [list(ids) for ids in tiny_run.documents()]
 
 
 def build_model(dtype=torch.float32):
     """A tiny random model, the same everywhere."""
     torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sparsebalance").to(dtype)
+    return AutoModelForCausalLM.from_config(config_of(), attn_implementation="sparsebalance").to(dtype)
 
 
 def arguments(folder, **changes):
     """Two micro-batches of one document per rank and step."""
-    values = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "per_device_train_batch_size": 1,
-        "gradient_accumulation_steps": 2,
-        "num_train_epochs": 1,
-        "learning_rate": LEARNING_RATE,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 3,
-        "base_top_p": BASE_TOP_P,
-        "block_size": BLOCK,
-        "tolerance": TOLERANCE,
-        "window": 2,
-    }
-    return SparseBalanceArguments(**{**values, **changes})
+    return tiny_run.arguments(folder, **{"per_device_train_batch_size": 1, **changes})
 
 
 def write_profile(path, model, args, factor=1.0):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import job_setup
 import pytest
+import tiny_run
 import torch
 from peft import PeftModel
 
@@ -79,7 +80,7 @@ def test_ranks_share_the_documents(tuned):
             for m in line["micro_batches"]
             for sample in m["documents"]
         ]
-        assert sorted(seen) == list(range(len(job_setup.LENGTHS)))
+        assert sorted(seen) == list(range(len(tiny_run.LENGTHS)))
 
 
 def test_ranks_plan_the_same(tuned):
@@ -95,7 +96,7 @@ def test_ranks_plan_the_same(tuned):
         assert rank["budgets"] == [float(torch.tensor(p)) for p in logged]
     budgets = [m["top_p"] for line in lines for m in line["micro_batches"]]
     assert len(set(budgets)) > 1
-    assert min(budgets) >= job_setup.BASE_TOP_P - job_setup.TOLERANCE - 1e-12
+    assert min(budgets) >= tiny_run.BASE_TOP_P - tiny_run.TOLERANCE - 1e-12
 
 
 def test_ranks_hold_the_same_parameters(tuned):
@@ -127,7 +128,7 @@ def test_lora_trains_on_two_ranks(tuned):
     folder = tuned / "lora"
     assert (folder / "adapter_config.json").exists() and not (folder / "model.safetensors").exists()
     base = job_setup.build_model()
-    base.config.sparse_attention = {"block_size": job_setup.BLOCK, "top_p": job_setup.BASE_TOP_P}
+    base.config.sparse_attention = {"block_size": tiny_run.BLOCK, "top_p": tiny_run.BASE_TOP_P}
     loaded = PeftModel.from_pretrained(base, folder).eval()
     with torch.no_grad():
         found = loaded(input_ids=torch.tensor([job_setup.documents()[0]])).logits
@@ -167,9 +168,9 @@ def test_heldout_loss_does_not_depend_on_the_ranks(parity, tmp_path):
         nats += float(torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:]), reduction="sum"))
         targets += len(ids) - 1
     # The two models differ by their gradients' fp32 rounding, the losses by theirs.
-    bound = torch.finfo(torch.float32).eps * sum(job_setup.LENGTHS)
+    bound = torch.finfo(torch.float32).eps * sum(tiny_run.LENGTHS)
     assert first["heldout"]["loss"] == pytest.approx(nats / targets, rel=bound)
-    assert first["heldout"]["tokens"] == sum(job_setup.LENGTHS[:5])
+    assert first["heldout"]["tokens"] == sum(tiny_run.LENGTHS[:5])
 
 
 def test_two_ranks_train_as_one(parity, tmp_path):
@@ -183,7 +184,7 @@ def test_two_ranks_train_as_one(parity, tmp_path):
         two = [rank["micro_batches"][2 * step : 2 * step + 2] for rank in (first, second)]
         assert sorted(sum(one, [])) == sorted(sum(sum(two, []), []))
     # The loss and norms are fp32: a gradient sums one term per token, each rounded.
-    bound = torch.finfo(torch.float32).eps * sum(job_setup.LENGTHS)
+    bound = torch.finfo(torch.float32).eps * sum(tiny_run.LENGTHS)
     start = torch.cat([p.detach().flatten() for p in job_setup.build_model(torch.float64).parameters()])
     for mine, theirs in zip(recorder.parameters, first["parameters"], strict=True):
         mine, theirs = torch.tensor(mine, dtype=torch.float64), torch.tensor(theirs, dtype=torch.float64)

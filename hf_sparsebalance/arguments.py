@@ -156,9 +156,9 @@ def check_writable(folder: str) -> None:
         UserError: the folder cannot be made, or a file in it cannot be written.
     """
     path = Path(folder).absolute()
-    while not path.exists():
-        path = path.parent
     try:
+        while not path.exists():
+            path = path.parent
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"\0")
     except OSError as error:

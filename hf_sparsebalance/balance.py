@@ -54,8 +54,9 @@ class StepBalance:
         self._position = (0, 0)
 
     def forget_after(self, global_step: int) -> None:
-        """Drop logged steps that a run resumed at ``global_step`` will do again."""
+        """Drop an earlier run's figures, and the steps that a run resumed at ``global_step`` will do again."""
         if self._log is not None and self._rank == 0:
+            runlog.forget_run(self._log.parent)
             runlog.keep_steps(self._log, global_step)
 
     def plan_epoch(self, epoch: int) -> None:
@@ -114,7 +115,7 @@ class StepBalance:
             stats = collector.mean()
             if stats is not None:
                 rows[slot, 3:] = _stats_row(stats)
-            elif self.sparse:
+            elif self.sparse and not collector.layers:
                 raise UserError(NO_SPARSE_ATTENTION)
         gathered = gather_rows(rows)
         started = time.perf_counter()

@@ -305,9 +305,7 @@ def _document(row: dict[str, Any], where: str, tokenizer: Any, text_column: str)
     if value is None:  # a null of a table is an empty document
         return _Document("", is_chat=False)
     if isinstance(value, str):
-        if not _is_unicode(value):
-            raise UserError(f"--data {where}: column {column!r} holds half a surrogate pair, which no tokenizer reads")
-        return _Document(value, is_chat=False)
+        return _Document(_checked_text(value, where, column), is_chat=False)
     if not isinstance(value, list) or not all(isinstance(message, dict) and "role" in message for message in value):
         raise UserError(f"--data {where}: column {column!r} holds neither text nor a list of messages with a role")
     if not value:
@@ -318,18 +316,21 @@ def _document(row: dict[str, Any], where: str, tokenizer: Any, text_column: str)
             "set tokenizer.chat_template, use a chat model's tokenizer, or name a text with --text_column"
         )
     try:
-        return _Document(tokenizer.apply_chat_template(value, tokenize=False), is_chat=True)
+        text = tokenizer.apply_chat_template(value, tokenize=False)
     except (TemplateError, TypeError, KeyError, ValueError) as error:
         raise UserError(f"--data {where}: the chat template refuses it ({_first_line(error)})") from error
+    return _Document(_checked_text(text, where, column), is_chat=True)
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether the text can be written as UTF-8: JSON may escape half a surrogate pair."""
+def _checked_text(text: str, where: str, column: str) -> str:
+    """The text, if it can be written as UTF-8: JSON may escape half a surrogate pair."""
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"--data {where}: column {column!r} holds half a surrogate pair, which no tokenizer reads"
+        ) from error
+    return text
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ class ProfileContext:
 
     Attributes:
         device: name of the device, as torch reports it ("NVIDIA H200") or a CPU's model name.
-        num_threads: compute threads of one process.
+        num_threads: compute threads of one process; 0 on an accelerator, where they change nothing.
         num_processes: processes that share the host.
         attention: name of the attention implementation ("sparsebalance").
         backend: backend of the operator ("torch", "triton").
@@ -96,6 +96,8 @@ class LatencyProfile:
     backward_ms_constant: float
 
     def __post_init__(self) -> None:
+        if not 0 <= self.context.num_dense_layers <= self.context.num_layers or self.context.num_layers < 1:
+            raise _bad("num_layers must be at least 1, and num_dense_layers no more than it")
         if len(self.attention) < 2:
             raise _bad("needs at least two profiled lengths")
         for name in _LINEAR_FIELDS:
@@ -191,7 +193,10 @@ class LatencyProfile:
             elif ours != theirs:
                 differing.append(f"{entry.name} {ours} (now {theirs})")
         if differing:
-            raise UserError(f"--profile was measured with other settings: {', '.join(differing)}: {_REMEDY}")
+            raise UserError(
+                f"--profile was measured with other settings: {', '.join(differing)}: {_REMEDY} (--threads, "
+                "--processes, --dtype, --block_size, --gradient_checkpointing say what it is for)"
+            )
 
 
 _LINEAR_FIELDS = ("forward_ms_per_token", "backward_ms_per_token", "forward_ms_constant", "backward_ms_constant")

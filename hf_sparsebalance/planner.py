@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hf_sparsebalance.batching import BatchPlan, plan_batches
@@ -19,6 +19,16 @@ from hf_sparsebalance.density import CurveStore, DensityCurve
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.tuning import MicroBatch, Tuning, tune_sparsity
+
+# What a user calls the things that the order of documents depends on.
+_OPTIONS = {
+    "lengths": "--data or --max_length (digest)",
+    "profile": "--profile (digest)",
+    "num_ranks": "num_ranks",
+    "num_slots": "--gradient_accumulation_steps",
+    "batch_size": "--per_device_train_batch_size",
+    **{name: f"--{name}" for name in ("batching", "seed", "max_tokens", "window", "base_top_p", "block_size")},
+}
 
 # About 64 steps of 8 micro-batches: long enough for a stable fit, short enough to follow a machine that slows down.
 OBSERVATIONS_KEPT = 512
@@ -91,7 +101,7 @@ class Planner:
         settings: see :class:`PlanSettings`.
         lengths: tokens of each sample.
         predictor: needed by ``sparsity_aware`` batching and by tuning.
-        num_epochs: how many epochs to try out at once.
+        num_epochs: how many epochs to try out at once under ``max_tokens``.
 
     Raises:
         UserError: a predictor is needed and missing, or an epoch cannot be planned.
@@ -118,7 +128,8 @@ class Planner:
         self._plan: tuple[int, BatchPlan] | None = None
         self._untaught = self._learned()
         # Refuses what cannot be planned before anything has been trained: every epoch draws other batches.
-        for epoch in range(num_epochs):
+        # Only max_tokens can fail for one and not for another.
+        for epoch in range(num_epochs if settings.max_tokens is not None else 1):
             self._plan_epoch(epoch, self._untaught)
 
     @property
@@ -204,11 +215,15 @@ class Planner:
         """
         try:
             before, now = dict(state["order"]), self._order()
-            changed = [f"{name} {before.get(name)} (now {now[name]})" for name in now if before.get(name) != now[name]]
+            changed = [
+                f"{_OPTIONS.get(name, name)} {before.get(name)} (now {now.get(name)})"
+                for name in sorted(before.keys() | now.keys())
+                if before.get(name) != now.get(name)
+            ]
             if changed:
                 raise UserError(
-                    f"the checkpoint's run had {', '.join(changed)}: documents would be repeated or lost; resume with "
-                    "the same options and data, or start a new run"
+                    f"--resume_from_checkpoint: that run had {', '.join(changed)}: documents would be repeated or "
+                    "lost; resume with the same options and data, or start a new run"
                 )
             self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
             self.predictor = _scaled(self.predictor, state["learned"]["scales"])
@@ -226,10 +241,14 @@ class Planner:
 
     def _order(self) -> dict[str, Any]:
         """What the order of documents depends on, beside what was learned."""
-        free = {"tolerance", "anchor", "scope", "refit"}
-        options = {field.name: getattr(self.settings, field.name) for field in fields(self.settings)}
-        digest = hashlib.sha256(json.dumps(list(self.lengths)).encode()).hexdigest()
-        return {**{name: value for name, value in options.items() if name not in free}, "lengths": digest[:16]}
+        settings = self.settings
+        names = ["batching", "num_ranks", "num_slots", "batch_size", "seed", "max_tokens"]
+        order: dict[str, Any] = {"lengths": _digest(list(self.lengths))}
+        if settings.batching == "sparsity_aware":
+            assert self.predictor is not None
+            names += ["window", "base_top_p", "block_size"]
+            order["profile"] = _digest(self.predictor.profile.to_json())
+        return {**order, **{name: getattr(settings, name) for name in names}}
 
     def _learned(self) -> dict[str, Any]:
         scales = None if self.predictor is None else [self.predictor.attention_scale, self.predictor.linear_scale]
@@ -276,6 +295,10 @@ class Planner:
             return lengths, [1.0] * len(lengths), True
         curves = [curve or self.curves.lookup(sample, length) for sample, length in zip(samples, lengths, strict=True)]
         return lengths, [known.at(top_p) for known in curves], False
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _scaled(predictor: LatencyPredictor | None, scales: Sequence[float] | None) -> LatencyPredictor | None:

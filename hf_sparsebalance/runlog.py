@@ -166,6 +166,11 @@ def keep_steps(path: Path, last_step: int) -> None:
     _replace(path, "".join(kept))
 
 
+def forget_run(folder: Path) -> None:
+    """Remove `run.json`: the figures of an earlier run must not stand beside another's steps."""
+    (folder / "run.json").unlink(missing_ok=True)
+
+
 def write_run(folder: str | Path, fields: Mapping[str, Any]) -> None:
     """Write `run.json` whole or not at all; `fields` are those of `Run` without folder and steps."""
     _replace(Path(folder) / "run.json", json.dumps(dict(fields), indent=2) + "\n")

@@ -63,9 +63,7 @@ class SparseBalanceMixin:
         if not isinstance(self.args, SparseBalanceArguments):
             raise UserError(f"args must be SparseBalanceArguments, got {type(self.args).__name__}")
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise UserError(f"--resume_from_checkpoint: no checkpoint in {self.args.output_dir}")
+            resume_from_checkpoint = checkpoint_folder(self.args, True)
         check_writable(self.args.output_dir)
         check_world(self.args.num_ranks)
         balance, sampler = self._set_up_balance()
@@ -188,6 +186,21 @@ class SparseBalanceTrainer(SparseBalanceMixin, Trainer):
         )
 
 
+def checkpoint_folder(args: SparseBalanceArguments, resume: str | bool | None = None) -> str:
+    """The checkpoint to resume from: ``resume`` or ``args.resume_from_checkpoint``; True is the last in output_dir.
+
+    Raises:
+        UserError: there is none.
+    """
+    resume = args.resume_from_checkpoint if resume is None else resume
+    if isinstance(resume, str):
+        return resume
+    folder = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    if folder is None:
+        raise UserError(f"--resume_from_checkpoint: no checkpoint in {args.output_dir}")
+    return str(folder)
+
+
 def build_planner(
     config: PreTrainedConfig, args: SparseBalanceArguments, lengths: Sequence[int], batch_size: int
 ) -> Planner:
@@ -241,7 +254,7 @@ def build_planner(
     predictor = None if profile is None else LatencyPredictor(profile)
     epochs = args.num_train_epochs
     if args.max_steps > 0:
-        epochs = args.max_steps * settings.global_batch / max(1, len(lengths))
+        epochs = args.max_steps / max(1, len(lengths) // settings.global_batch)
     return Planner(settings, lengths, predictor, num_epochs=max(1, math.ceil(epochs)))
 
 

@@ -350,3 +350,14 @@ def test_lora_run(flags):
     out = flags["output_dir"]
     assert (out / "adapter_config.json").exists() and not (out / "model.safetensors").exists()
     assert json.loads((out / "run.json").read_text())["documents"] == len(TEXTS)
+
+
+def test_a_refused_resume_keeps_the_figures(capfd, flags):
+    """Resuming a finished run with another seed is refused before the weights are loaded, and its run.json stays."""
+    done = flags | {"save_strategy": "epoch"}
+    assert main(["train", *command_line(done)]) == 0
+    figures = (flags["output_dir"] / "run.json").read_bytes()
+    capfd.readouterr()
+    status = main(["train", *command_line(done | {"seed": 5, "resume_from_checkpoint": "true"})])
+    assert_one_line(capfd, status, "--seed")
+    assert (flags["output_dir"] / "run.json").read_bytes() == figures

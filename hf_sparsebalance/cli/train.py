@@ -27,7 +27,7 @@ from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.heldout import heldout_loss
 from hf_sparsebalance.profiling import device_name, load_config
-from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner
+from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner, checkpoint_folder
 from hf_sparsebalance.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -87,9 +87,9 @@ def run(arguments: Sequence[str]) -> None:
     config._attn_implementation = model_args.attn_implementation
     if model_args.dtype != "auto":
         config.dtype = getattr(torch, model_args.dtype)
-    build_planner(config, args, check_lengths(train_set), args.train_batch_size)
-    if isinstance(args.resume_from_checkpoint, str):
-        read_state(args.resume_from_checkpoint)
+    planner = build_planner(config, args, check_lengths(train_set), args.train_batch_size)
+    if args.resume_from_checkpoint:
+        planner.load_state_dict(read_state(checkpoint_folder(args)))
     try:
         trainer = SparseBalanceTrainer(
             model=load_model(model_args),
@@ -100,12 +100,9 @@ def run(arguments: Sequence[str]) -> None:
         )
     except UserError:
         raise
-    except (ValueError, ImportError, RuntimeError) as error:
-        # Options that transformers and peft refuse, such as a tracker that is not installed.
+    except (ValueError, ImportError) as error:
+        # Options that transformers and peft refuse.
         raise UserError(str(error)) from error
-    if rank == 0:
-        # The figures of an earlier run must not stand beside this one's steps.
-        (Path(str(args.output_dir)) / "run.json").unlink(missing_ok=True)
     before = None
     if eval_set is not None and not args.resume_from_checkpoint:
         before = heldout_loss(trainer.model, eval_set["input_ids"])["loss"]
@@ -143,7 +140,9 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, Spar
     if not 0.0 <= model_args.lora_dropout < 1.0:
         raise UserError(f"--lora_dropout must lie in [0, 1), got {model_args.lora_dropout}")
     if args.eval_strategy != "no" and not data_args.eval_data:
-        raise UserError(f"--eval_strategy {args.eval_strategy} needs --eval_data")
+        raise UserError(
+            f"--eval_strategy {args.eval_strategy.value} needs --eval_data: give it, or --eval_strategy no"
+        )
     # A command line knows no types: only here may `true` mean the last checkpoint.
     resume = {"true": True, "false": None}
     if isinstance(args.resume_from_checkpoint, str):

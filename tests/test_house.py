@@ -1,4 +1,4 @@
-"""The house rules of the design, read from the source: who may import whom, and what no module may contain."""
+"""The house rules, read from the source: who may import whom, and what no module may contain."""
 
 import ast
 import importlib
@@ -15,7 +15,7 @@ PACKAGES = {
     "sparsebalance_kernels": ROOT / "kernels/sparsebalance_kernels",
 }
 PURE = {"density", "latency", "latency_profile", "tuning", "batching", "schedule", "planner", "errors", "runlog"}
-# Names the design makes public beside what the packages' __init__ export.
+# Names that are public beside what the packages' __init__ export.
 PUBLIC_MODULES = {
     "arguments": {"SparseBalanceArguments"},
     "trainer": {"SparseBalanceTrainer", "SparseBalanceMixin"},

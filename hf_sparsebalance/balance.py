@@ -35,11 +35,11 @@ class StepBalance:
     Args:
         planner: the same on every rank.
         clock: this rank's.
-        log: file that gets one JSON line per step, on rank 0; None for none.
+        log: file that gets one JSON line per step, on rank 0.
         sparse: whether the model attends through ``sparsebalance`` (else there are no budgets and no statistics).
     """
 
-    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path | None, sparse: bool) -> None:
+    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path, sparse: bool) -> None:
         self.planner = planner
         self.clock = clock
         self.sparse = sparse
@@ -55,7 +55,7 @@ class StepBalance:
 
     def forget_after(self, global_step: int) -> None:
         """Drop an earlier run's figures, and the steps that a run resumed at ``global_step`` will do again."""
-        if self._log is not None and self._rank == 0:
+        if self._rank == 0:
             runlog.forget_run(self._log.parent)
             runlog.keep_steps(self._log, global_step)
 
@@ -148,7 +148,7 @@ class StepBalance:
             missed_anchors=0 if self._tuning is None else self._tuning.num_missed,
             micro_batches=tuple(entries),
         )
-        if self._log is not None and self._rank == 0:
+        if self._rank == 0:
             runlog.append_step(self._log, record)
         self.metrics = _metrics(record, predicted)
 

@@ -213,18 +213,8 @@ class Planner:
         Raises:
             UserError: the state is not one of these, or it belongs to a run with another order of documents.
         """
+        self._check_order(state)
         try:
-            before, now = dict(state["order"]), self._order()
-            changed = [
-                f"{_OPTIONS.get(name, name)} {before.get(name)} (now {now.get(name)})"
-                for name in sorted(before.keys() | now.keys())
-                if before.get(name) != now.get(name)
-            ]
-            if changed:
-                raise UserError(
-                    f"--resume_from_checkpoint: that run had {', '.join(changed)}: documents would be repeated or "
-                    "lost; resume with the same options and data, or start a new run"
-                )
             self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
             self.predictor = _scaled(self.predictor, state["learned"]["scales"])
             self._observations.clear()
@@ -238,6 +228,21 @@ class Planner:
                 f"the checkpoint's balance state is damaged ({error!r}): resume from an earlier checkpoint"
             ) from error
         self._plan = None
+
+    def _check_order(self, state: Mapping[str, Any]) -> None:
+        before, now = state.get("order"), self._order()
+        if not isinstance(before, dict):
+            raise UserError("the checkpoint's balance state is damaged (no order): resume from an earlier checkpoint")
+        changed = [
+            f"{_OPTIONS.get(name, name)} {before.get(name)} (now {now.get(name)})"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name)
+        ]
+        if changed:
+            raise UserError(
+                f"--resume_from_checkpoint: that run had {', '.join(changed)}: documents would be repeated or lost; "
+                "resume with the same options and data, or start a new run"
+            )
 
     def _order(self) -> dict[str, Any]:
         """What the order of documents depends on, beside what was learned."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from hf_sparsebalance.arguments import SparseBalanceArguments
 from hf_sparsebalance.attention import (
@@ -395,18 +395,3 @@ def _fit_line(tokens: Sequence[int], times_ms: Sequence[float]) -> tuple[float, 
         product = math.fsum(w * x * y for w, x, y in zip(weights, tokens, times_ms, strict=True))
         return max(0.0, product / square), 0.0
     return slope, constant
-
-
-def load_config(model_name_or_path: str) -> PreTrainedConfig:
-    """The model's configuration.
-
-    Raises:
-        UserError: it cannot be found or read.
-    """
-    try:
-        return AutoConfig.from_pretrained(model_name_or_path)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"--model_name_or_path {model_name_or_path}: no usable model configuration ({first})"
-        ) from error

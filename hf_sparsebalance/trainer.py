@@ -62,13 +62,13 @@ class SparseBalanceMixin:
         """Train; see ``transformers.Trainer.train``.  A resumed run plans on from the checkpoint's balance state."""
         if not isinstance(self.args, SparseBalanceArguments):
             raise UserError(f"args must be SparseBalanceArguments, got {type(self.args).__name__}")
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = checkpoint_folder(self.args, True)
+        if resume_from_checkpoint:
+            resume_from_checkpoint = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
         check_writable(self.args.output_dir)
         check_world(self.args.num_ranks)
         balance, sampler = self._set_up_balance()
         if resume_from_checkpoint:
-            balance.planner.load_state_dict(read_state(str(resume_from_checkpoint)))
+            balance.planner.load_state_dict(read_state(resume_from_checkpoint))
         self._balance, self._plan_sampler = balance, sampler
         self._forget_evaluation()
         callback = SparseBalanceCallback(balance, sampler, list(self.model.parameters()))
@@ -186,18 +186,17 @@ class SparseBalanceTrainer(SparseBalanceMixin, Trainer):
         )
 
 
-def checkpoint_folder(args: SparseBalanceArguments, resume: str | bool | None = None) -> str:
-    """The checkpoint to resume from: ``resume`` or ``args.resume_from_checkpoint``; True is the last in output_dir.
+def checkpoint_folder(resume: str | bool, output_dir: str) -> str:
+    """The checkpoint to resume from: the folder named, or, for True, the last in ``output_dir``.
 
     Raises:
         UserError: there is none.
     """
-    resume = args.resume_from_checkpoint if resume is None else resume
     if isinstance(resume, str):
         return resume
-    folder = get_last_checkpoint(args.output_dir) if Path(args.output_dir).is_dir() else None
+    folder = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     if folder is None:
-        raise UserError(f"--resume_from_checkpoint: no checkpoint in {args.output_dir}")
+        raise UserError(f"--resume_from_checkpoint: no checkpoint in {output_dir}")
     return str(folder)
 
 

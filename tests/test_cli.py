@@ -8,7 +8,14 @@ import planning_profiles
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, BloomForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+)
 
 from hf_sparsebalance.cli import COMMANDS, main
 from hf_sparsebalance.latency_profile import LatencyProfile
@@ -361,3 +368,13 @@ def test_a_refused_resume_keeps_the_figures(capfd, flags):
     status = main(["train", *command_line(done | {"seed": 5, "resume_from_checkpoint": "true"})])
     assert_one_line(capfd, status, "--seed")
     assert (flags["output_dir"] / "run.json").read_bytes() == figures
+
+
+def test_evaluate_refuses_a_model_that_cannot_be_replaced(capfd, tmp_path, model_folder, data_file):
+    """evaluate names the option, as train does, where a model's attention cannot be replaced."""
+    config = GPTNeoConfig(vocab_size=264, hidden_size=32, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])
+    GPTNeoForCausalLM(config).save_pretrained(tmp_path / "model")
+    AutoTokenizer.from_pretrained(model_folder).save_pretrained(tmp_path / "model")
+    capfd.readouterr()
+    status = main(["evaluate", "--model_name_or_path", str(tmp_path / "model"), "--data", str(data_file)])
+    assert_one_line(capfd, status, "--attn_implementation")

@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsebalance.attention import ATTENTION_NAME
+from hf_sparsebalance.cli.models import load_model, load_tokenizer
 from hf_sparsebalance.cli.parsing import Parser
 from hf_sparsebalance.documents import load_documents
 from hf_sparsebalance.errors import UserError
@@ -28,14 +28,8 @@ def run(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     if args.top_p is not None and not 0.0 < args.top_p <= 1.0:
         raise UserError(f"--top_p must lie in (0, 1], got {args.top_p}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model_name_or_path, attn_implementation=args.attn_implementation
-        )
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"--model_name_or_path {args.model_name_or_path} cannot be loaded ({first})") from error
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    model = load_model(args.model_name_or_path, args.attn_implementation, "auto")
     documents, _ = load_documents(
         args.data, tokenizer=tokenizer, max_length=args.max_length, text_column=args.text_column
     )

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hf_sparsebalance.attention import SparseAttentionDefaults
+from hf_sparsebalance.cli.models import load_config
 from hf_sparsebalance.cli.parsing import Parser
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.profiling import ProfileRequest, load_config, measure_profile, model_context
+from hf_sparsebalance.profiling import ProfileRequest, measure_profile, model_context
 
 
 def run(arguments: Sequence[str]) -> None:

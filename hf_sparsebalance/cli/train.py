@@ -15,18 +15,19 @@ import datasets
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_sparsebalance import runlog
 from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME
 from hf_sparsebalance.callback import read_state
+from hf_sparsebalance.cli.models import load_config, load_model, load_tokenizer
 from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
 from hf_sparsebalance.distributed import check_world, rank_and_world
 from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.heldout import heldout_loss
-from hf_sparsebalance.profiling import device_name, load_config
+from hf_sparsebalance.profiling import device_name
 from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner, checkpoint_folder
 from hf_sparsebalance.version import __version__
 
@@ -79,7 +80,7 @@ def run(arguments: Sequence[str]) -> None:
     check_world(args.num_ranks)
     check_writable(str(args.output_dir))
     set_seed(args.seed)
-    tokenizer = _load_tokenizer(model_args.model_name_or_path)
+    tokenizer = load_tokenizer(model_args.model_name_or_path)
     train_set = _load("data", data_args.data, data_args, tokenizer)
     eval_set = _load("eval_data", data_args.eval_data, data_args, tokenizer) if data_args.eval_data else None
     # Everything that needs no weights is refused before they are loaded.
@@ -89,10 +90,10 @@ def run(arguments: Sequence[str]) -> None:
         config.dtype = getattr(torch, model_args.dtype)
     planner = build_planner(config, args, check_lengths(train_set), args.train_batch_size)
     if args.resume_from_checkpoint:
-        planner.load_state_dict(read_state(checkpoint_folder(args)))
+        planner.load_state_dict(read_state(checkpoint_folder(args.resume_from_checkpoint, str(args.output_dir))))
     try:
         trainer = SparseBalanceTrainer(
-            model=load_model(model_args),
+            model=build_model(model_args),
             args=args,
             train_dataset=train_set,
             eval_dataset=eval_set,
@@ -152,24 +153,9 @@ def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, Spar
     return model_args, data_args, args
 
 
-def load_model(args: ModelArguments) -> PreTrainedModel:
-    """Load the model with its attention, and wrap it in adapters if asked for.
-
-    Raises:
-        UserError: no such model, or one whose attention cannot be replaced.
-    """
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            args.model_name_or_path, attn_implementation=args.attn_implementation, dtype=args.dtype
-        )
-    except KeyError as error:
-        raise UserError(
-            f"--attn_implementation {args.attn_implementation}: the attention of {args.model_name_or_path} cannot be "
-            "replaced; choose another model, or --attn_implementation eager with --tolerance 0"
-        ) from error
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"--model_name_or_path {args.model_name_or_path} cannot be loaded ({first})") from error
+def build_model(args: ModelArguments) -> PreTrainedModel:
+    """Load the model with its attention, and wrap it in adapters if asked for; UserError where it cannot be."""
+    model = load_model(args.model_name_or_path, args.attn_implementation, args.dtype)
     if args.lora_r == 0:
         return model
     adapters = LoraConfig(
@@ -180,14 +166,6 @@ def load_model(args: ModelArguments) -> PreTrainedModel:
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, adapters)
-
-
-def _load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise UserError(f"--model_name_or_path {name}: no usable tokenizer ({first})") from error
 
 
 def _load(

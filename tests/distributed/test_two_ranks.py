@@ -55,13 +55,18 @@ def log_of(folder):
     return [json.loads(line) for line in (folder / "balance.jsonl").read_text().splitlines()]
 
 
+def finished(job, tmp_path_factory):
+    """Folder of a job that ran to its end."""
+    out = tmp_path_factory.mktemp("job")
+    done = launch(job, out)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return out
+
+
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
     """Folder of job_tuned."""
-    out = tmp_path_factory.mktemp("tuned")
-    done = launch("job_tuned.py", out)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out
+    return finished("job_tuned.py", tmp_path_factory)
 
 
 def test_ranks_share_the_documents(tuned):
@@ -142,10 +147,7 @@ def test_lora_trains_on_two_ranks(tuned):
 @pytest.fixture(scope="module")
 def parity(tmp_path_factory):
     """Folder of job_parity."""
-    out = tmp_path_factory.mktemp("parity")
-    done = launch("job_parity.py", out)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return out
+    return finished("job_parity.py", tmp_path_factory)
 
 
 def test_evaluation_before_training_changes_nothing(parity):
@@ -198,9 +200,7 @@ def test_two_ranks_train_as_one(parity, tmp_path):
 @pytest.fixture(scope="module")
 def refusals(tmp_path_factory):
     """Refusals of both ranks in job_refused."""
-    out = tmp_path_factory.mktemp("refused")
-    done = launch("job_refused.py", out)
-    assert done.returncode == 0, done.stderr[-3000:]
+    out = finished("job_refused.py", tmp_path_factory)
     return [report["refusals"] for report in results(out, "refused")]
 
 

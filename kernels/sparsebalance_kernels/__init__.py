@@ -1,7 +1,7 @@
 """Block-sparse attention for packed documents: one operator, several backends, no transformers.
 
-``block_sparse_attention`` is the operator; ``select_blocks`` and ``attend`` (torch_backend.py) are its two halves,
-joined by ``BlockSelection``.  ``reference`` holds the slow oracle that the tests compare with.
+``block_sparse_attention`` is the operator; ``select`` and ``attend`` (ops.py) are its two halves, joined by
+``BlockSelection``.  ``reference`` holds the slow oracle that the tests compare with.
 """
 
 from sparsebalance_kernels.api import block_sparse_attention

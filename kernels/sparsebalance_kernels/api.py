@@ -6,17 +6,29 @@ from p, k and the length alone; documents no longer than a block go with the spa
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import math
+import os
 
 import torch
 import torch.nn.functional as F
 
+from sparsebalance_kernels import ops
 from sparsebalance_kernels.reference import kept_blocks, reference_attention
-from sparsebalance_kernels.selection import CURVE_TOP_K, CURVE_TOP_P, AttentionStats, Budget, StatsSums, select_blocks
-from sparsebalance_kernels.torch_backend import attend
+from sparsebalance_kernels.selection import (
+    CURVE_TOP_K,
+    CURVE_TOP_P,
+    WORD,
+    AttentionStats,
+    Budget,
+    StatsSums,
+    words_for,
+)
 
-BACKENDS = ("auto", "torch", "reference")
+BACKENDS = ("auto", "torch", "triton", "reference")
+TRITON_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
+TRITON_MOST_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -53,7 +65,7 @@ def block_sparse_attention(
         min_blocks, max_blocks: bounds on the history blocks a row keeps, after p or k.
         sink_blocks: so many first blocks of each document are kept in any case and fill the budget first.
         scale: score factor, default ``D ** -0.5``.
-        backend: "torch" (any device), "reference" (slow oracle) or "auto" (the fastest that is there: torch).
+        backend: "torch" (any device), "triton" (GPU), "reference" (slow oracle) or "auto": triton where it can run.
         return_stats: also return :class:`AttentionStats`.
 
     Returns:
@@ -62,70 +74,166 @@ def block_sparse_attention(
     Raises:
         ValueError: naming the argument, for shapes, dtypes, devices or budgets that do not fit.
     """
+    out, vector = attention_and_stats(
+        query,
+        key,
+        value,
+        cu_seqlens,
+        top_p,
+        top_k,
+        block_size,
+        min_blocks,
+        max_blocks,
+        sink_blocks,
+        scale,
+        backend,
+        return_stats,
+    )
+    return (out, AttentionStats.from_vector(vector)) if return_stats else out
+
+
+def attention_and_stats(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    top_p: float | torch.Tensor | None,
+    top_k: int | torch.Tensor | None,
+    block_size: int,
+    min_blocks: int,
+    max_blocks: int | None,
+    sink_blocks: int,
+    scale: float | None,
+    backend: str,
+    return_stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`block_sparse_attention` with the statistics as a vector (``AttentionStats.from_vector`` reads it).
+
+    Under torch.compile nothing is read on the host: values go unchecked, and there is no dense shortcut.
+    """
     _check_tensors(query, key, value)
-    boundaries = _check_boundaries(cu_seqlens, query.shape[0])
-    budget = _check_budget(len(boundaries) - 1, top_p, top_k, block_size, min_blocks, max_blocks, sink_blocks)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    _check_options(top_p, top_k, block_size, min_blocks, max_blocks, sink_blocks)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
-    stats = StatsSums(top_k=budget.top_k is not None) if return_stats else None
-    # Autocast would take the gate's scores, which are fp32 by definition, to half precision.
-    with torch.autocast(query.device.type, enabled=False):
-        if backend == "reference":
-            out = reference_attention(query, key, value, boundaries, budget, scale)
-            if stats is not None:
-                _reference_stats(query, key, boundaries, budget, scale, stats)
-        else:
-            out = _torch_attention(query, key, value, boundaries, budget, scale, stats)
-    return out if stats is None else (out, stats.finish())
+    backend = _choose_backend(backend, query, block_size)
+    bounds = (min_blocks, max_blocks, sink_blocks)
+    if torch.compiler.is_compiling() and backend != "reference":
+        n = cu_seqlens.shape[0] - 1
+        p = None if top_p is None else torch.as_tensor(top_p, dtype=torch.float64).expand(n)
+        k = None if top_k is None else torch.as_tensor(top_k, dtype=torch.int64).expand(n)
+        words = torch.sym_max(1, (query.shape[0] // block_size + WORD - 1) // WORD)
+        bits, stats = ops.select(
+            query, key, cu_seqlens, p, k, block_size, *bounds, scale, words, backend, return_stats
+        )
+        return ops.attend(query, key, value, bits, cu_seqlens, block_size, scale, backend)[0], stats
+
+    boundaries = _check_boundaries(cu_seqlens, query.shape[0])
+    budget = _check_budget(len(boundaries) - 1, top_p, top_k, block_size, *bounds)
+    if backend == "reference":
+        return _reference(query, key, value, boundaries, budget, scale, return_stats)
+    lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
+    is_dense = [
+        length > block_size and budget.keeps_everything(number, length) for number, length in enumerate(lengths)
+    ]
+    if any(is_dense):
+        return _partly_dense(query, key, value, boundaries, is_dense, budget, scale, backend, return_stats)
+    bits, stats = _select(query, key, cu_seqlens, boundaries, budget, scale, backend, return_stats)
+    return ops.attend(query, key, value, bits, cu_seqlens, block_size, scale, backend)[0], stats
 
 
-def _torch_attention(
+def _select(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    boundaries: list[int],
+    budget: Budget,
+    scale: float,
+    backend: str,
+    return_stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.select(  # type: ignore[no-any-return]
+        query,
+        key,
+        cu_seqlens,
+        None if budget.top_p is None else torch.tensor(budget.top_p, dtype=torch.float64),
+        None if budget.top_k is None else torch.tensor(budget.top_k, dtype=torch.int64),
+        budget.block_size,
+        budget.min_blocks,
+        budget.max_blocks,
+        budget.sink_blocks,
+        scale,
+        words_for(boundaries, budget.block_size),
+        backend,
+        return_stats,
+    )
+
+
+def _partly_dense(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     boundaries: list[int],
+    is_dense: list[bool],
     budget: Budget,
     scale: float,
-    stats: StatsSums | None,
-) -> torch.Tensor:
-    """Split the documents between the dense shortcut and the sparse path, and put the outputs back in order."""
-    lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
-    dense = [
-        number
-        for number, length in enumerate(lengths)
-        if length > budget.block_size and budget.keeps_everything(number, length)
-    ]
-    is_dense = set(dense)
-    sparse = [number for number in range(len(lengths)) if number not in is_dense]
-    if stats is not None and dense:
-        select_blocks(query, key, boundaries, dense, budget, scale, stats, index=False)
-    if not dense:
-        selection = select_blocks(query, key, boundaries, sparse, budget, scale, stats)
-        return attend(query, key, value, selection, scale)[0]
-
-    outputs: dict[int, torch.Tensor] = {}
-    for number in dense:
-        tokens = slice(boundaries[number], boundaries[number + 1])
-        outputs[number] = _dense_document(query[tokens], key[tokens], value[tokens], scale)
+    backend: str,
+    return_stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense documents through scaled_dot_product_attention, the others packed together; outputs back in order."""
+    pieces = [tuple(t.split([b - a for a, b in itertools.pairwise(boundaries)])) for t in (query, key, value)]
+    outputs = {
+        number: _dense_document(*(piece[number] for piece in pieces), scale)
+        for number, dense in enumerate(is_dense)
+        if dense
+    }
+    sparse = [number for number, dense in enumerate(is_dense) if not dense]
+    stats = torch.empty(0)
+    if return_stats:
+        # A dense document has a gate, a coverage and a curve as well.
+        cu_seqlens = torch.tensor(boundaries, device=query.device)
+        _, stats = _select(query, key, cu_seqlens, boundaries, budget, scale, backend, return_stats=True)
     if sparse:
-        q, k, v = (
-            torch.cat([t[boundaries[number] : boundaries[number + 1]] for number in sparse])
-            for t in (query, key, value)
-        )
-        starts = [0, *itertools.accumulate(lengths[number] for number in sparse)]
-        part = _take(budget, sparse)
-        selection = select_blocks(q, k, starts, range(len(sparse)), part, scale, stats)
-        pieces = attend(q, k, v, selection, scale)[0].split([lengths[number] for number in sparse])
-        outputs.update(zip(sparse, pieces, strict=True))
-    return torch.cat([outputs[number] for number in range(len(lengths))])
+        q, k, v = (torch.cat([piece[number] for number in sparse]) for piece in pieces)
+        starts = [0, *itertools.accumulate(len(pieces[0][number]) for number in sparse)]
+        cu_seqlens = torch.tensor(starts, device=query.device)
+        bits, _ = _select(q, k, cu_seqlens, starts, _take(budget, sparse), scale, backend, return_stats=False)
+        out = ops.attend(q, k, v, bits, cu_seqlens, budget.block_size, scale, backend)[0]
+        outputs.update(zip(sparse, out.split([b - a for a, b in itertools.pairwise(starts)]), strict=True))
+    return torch.cat([outputs[number] for number in range(len(is_dense))]), stats
+
+
+def _choose_backend(backend: str, query: torch.Tensor, block_size: int) -> str:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in ("auto", "triton"):
+        return backend
+    obstacle = _obstacle_to_triton(query, block_size)
+    if backend == "triton" and obstacle:
+        raise ValueError(f"backend='triton' {obstacle}: use backend='torch'")
+    return "torch" if obstacle or (backend == "auto" and query.device.type == "cpu") else "triton"
+
+
+def _obstacle_to_triton(query: torch.Tensor, block_size: int) -> str | None:
+    """Why the Triton kernels cannot take these inputs, or None."""
+    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "runs on a GPU, or on the CPU under TRITON_INTERPRET=1"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton"
+    if query.dtype == torch.float64:
+        return "computes in float32 and has no float64"
+    if block_size not in TRITON_BLOCK_SIZES:
+        return f"takes block_size {', '.join(map(str, TRITON_BLOCK_SIZES))}, not {block_size}"
+    if query.shape[2] > TRITON_MOST_HEAD_DIM:
+        return f"takes a head_dim of at most {TRITON_MOST_HEAD_DIM}, not {query.shape[2]}"
+    return None
 
 
 def _dense_document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+    # Autocast would change the dtype the caller asked for.
+    with torch.autocast(query.device.type, enabled=False):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -184,15 +292,14 @@ def _per_document(value: float | int | torch.Tensor, num_documents: int, name: s
     return numbers
 
 
-def _check_budget(
-    num_documents: int,
+def _check_options(
     top_p: float | torch.Tensor | None,
     top_k: int | torch.Tensor | None,
     block_size: int,
     min_blocks: int,
     max_blocks: int | None,
     sink_blocks: int,
-) -> Budget:
+) -> None:
     if (top_p is None) == (top_k is None):
         raise ValueError("give exactly one of top_p and top_k")
     if not isinstance(block_size, int) or block_size < 1:
@@ -203,6 +310,17 @@ def _check_budget(
         raise ValueError(
             f"max_blocks ({max_blocks}) is below min_blocks ({min_blocks}) or sink_blocks ({sink_blocks})"
         )
+
+
+def _check_budget(
+    num_documents: int,
+    top_p: float | torch.Tensor | None,
+    top_k: int | torch.Tensor | None,
+    block_size: int,
+    min_blocks: int,
+    max_blocks: int | None,
+    sink_blocks: int,
+) -> Budget:
     probabilities: tuple[float, ...] | None = None
     counts: tuple[int, ...] | None = None
     if top_p is not None:
@@ -215,6 +333,25 @@ def _check_budget(
             raise ValueError(f"top_k must be a whole number of at least 1 (the own block), got {numbers[:8]}")
         counts = tuple(int(k) for k in numbers)
     return Budget(block_size, probabilities, counts, min_blocks, max_blocks, sink_blocks)
+
+
+def _reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: list[int],
+    budget: Budget,
+    scale: float,
+    return_stats: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Autocast would take the gate's scores, which are fp32 by definition, to half precision.
+    with torch.autocast(query.device.type, enabled=False):
+        out = reference_attention(query, key, value, boundaries, budget, scale)
+        if not return_stats:
+            return out, torch.empty(0)
+        stats = StatsSums(top_k=budget.top_k is not None)
+        _reference_stats(query, key, boundaries, budget, scale, stats)
+        return out, stats.finish()
 
 
 def _reference_stats(

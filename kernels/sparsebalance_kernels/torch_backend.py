@@ -1,135 +1,188 @@
 """Block-sparse attention in plain torch operations, forward and backward, on any device.
 
-Own blocks are batched causal products.  History is key-block-major: for each key block the rows that keep it are
-gathered, multiplied, and their partial results (unnormalised output, maximum, sum) written to one slot per pair; an
-``embedding_bag`` then sums each row's slots.  Work is done for kept pairs only; nothing of size T x T exists.
+Own blocks are batched causal products.  History is key-block-major: items of up to MOST_ROWS rows that keep one key
+block are gathered and multiplied, a batch of items at a time; their partial results (unnormalised output, maximum,
+sum) go to one slot per pair, and an ``embedding_bag`` sums each row's slots.  Nothing of size T x T exists.
 
-Workspace per tile of TILE_TOKENS queries: pairs * (D + 3) floats, plus inputs in the compute dtype.
+Workspace: slots of the largest tile * (D + 2) floats, plus inputs in the compute dtype.
 Compute dtype is fp32 (fp64 for fp64 inputs); bf16 and fp16 are converted once per call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from sparsebalance_kernels.selection import BlockSelection, Tile
+from sparsebalance_kernels.index import HistoryIndex, Tile, document_blocks, history_tiles, index_tile
+from sparsebalance_kernels.selection import BlockSelection
 
-# 64 own blocks of 128 tokens and two heads hold 8 MiB of scores; more at once only leaves the cache.
-OWN_BLOCKS_AT_ONCE = 64
+# Scores in flight: 1 MiB of fp32 stays in the second-level cache of one core, where passes over it cost little.
+SCORES_AT_ONCE = 2**18
 
-# A product of fewer rows takes another path in MKL and rounds otherwise; how many rows keep a block depends on later
-# tokens, and their change must not move one bit of an earlier output.
-LEAST_ROWS = 16
+# Documents of a few tokens each: many of them make one product.
+SHORT_BLOCKS_AT_ONCE = 64
+
+# What a hidden score becomes.  exp of a finite number is ten times faster than of -inf, and 0.0 all the same.
+HIDDEN = -1e30
 
 
-def attend(
+def attend_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over own blocks and the selected history.
 
     Args:
-        query: ``[T, H, D]``; key, value: ``[T, Hkv, D]``.  Every token belongs to one own block of ``selection``.
-        selection: kept blocks; a constant of the gradient.
+        query: ``[T, H, D]``; key, value: ``[T, Hkv, D]``, any strides.
+        selection: kept blocks.
 
     Returns:
-        (output ``[T, H, D]`` in the dtype of ``query``, log-sum-exp ``[T, H]`` in the compute dtype, no gradient).
+        (output ``[T, H, D]`` in the dtype of ``query``, log-sum-exp ``[H, T]`` in the compute dtype).
     """
-    return _Attend.apply(query, key, value, selection, scale)  # type: ignore[no-any-return, no-untyped-call]
+    boundaries = selection.cu_seqlens.tolist()
+    q, k, v = (_by_kv_head(tensor, key.shape[1]) for tensor in (query * scale, key, value))
+    k, v = k.squeeze(2), v.squeeze(2)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
+        _own_forward(q, k, v, batch, out, lse)
+    workspace = _Workspace(q)
+    for tile in history_tiles(boundaries, selection.block_size):
+        index = index_tile(selection, tile, key.shape[1])
+        if index.rows.numel():
+            _history_forward(q, k, v, selection.block_size, tile, index, workspace, out, lse)
+    result = torch.empty_like(query, memory_format=torch.contiguous_format)
+    result.unflatten(1, (key.shape[1], -1)).copy_(out.transpose(0, 1))
+    return result, lse.transpose(1, 2).reshape(query.shape[1], query.shape[0])
 
 
-def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query, key, value, selection, scale):  # type: ignore[no-untyped-def]
-        dtype = _compute_dtype(query.dtype)
-        num_kv_heads = key.shape[1]
-        # [Hkv, T, G, D]: the rows of one kv head are contiguous, as the tiles number them.
-        q = query.to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1) * scale
-        k, v = key.to(dtype).transpose(0, 1).contiguous(), value.to(dtype).transpose(0, 1).contiguous()
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
-        _own_blocks_forward(q, k, v, selection, out, lse)
-        for tile in selection.tiles:
-            _history_forward(q, k, v, selection.block_size, tile, out, lse)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.selection, ctx.scale = selection, scale
-        # Copies: with one kv head a reshape would hand out the very tensors that the backward pass reads.
-        result = torch.empty_like(query, memory_format=torch.contiguous_format)
-        result.unflatten(1, (num_kv_heads, -1)).copy_(out.transpose(0, 1))
-        lse_by_token = lse.new_empty(query.shape[:2])
-        lse_by_token.unflatten(1, (num_kv_heads, -1)).copy_(lse.transpose(0, 1))
-        ctx.mark_non_differentiable(lse_by_token)
-        return result, lse_by_token
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_out, _grad_lse):  # type: ignore[no-untyped-def]
-        query, key, value, out, lse = ctx.saved_tensors
-        selection, scale, dtype = ctx.selection, ctx.scale, out.dtype
-        num_kv_heads = key.shape[1]
-        q = (query.to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1) * scale).contiguous()
-        k, v = key.to(dtype).transpose(0, 1).contiguous(), value.to(dtype).transpose(0, 1).contiguous()
-        d_out = grad_out.to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1).contiguous()
-        delta = (d_out * out).sum(-1)
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        # backward() may be called under autocast, which the forward pass's caller has turned off only for itself.
-        with torch.autocast(q.device.type, enabled=False):
-            _own_blocks_backward(q, k, v, selection, lse, delta, d_out, dq, dk, dv)
-            for tile in selection.tiles:
-                _history_backward(q, k, v, selection.block_size, tile, lse, delta, d_out, dq, dk, dv)
-        dq = dq.mul_(scale).transpose(0, 1).flatten(1, 2)
-        return dq.to(query.dtype), dk.transpose(0, 1).to(key.dtype), dv.transpose(0, 1).to(value.dtype), None, None
-
-
-def _block_index(
-    selection: BlockSelection, first: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token indices ``[N, W]`` of up to OWN_BLOCKS_AT_ONCE own blocks, which of them are real, and the causal mask.
-
-    W is the longest of these blocks; padding repeats the block's last token and is masked.
-    """
-    blocks = selection.own_blocks[first : first + OWN_BLOCKS_AT_ONCE]
-    starts = torch.tensor([start for start, _ in blocks], device=device)
-    lengths = torch.tensor([length for _, length in blocks], device=device)
-    offset = torch.arange(max(length for _, length in blocks), device=device)
-    real = offset < lengths[:, None]
-    index = starts[:, None] + torch.minimum(offset, lengths[:, None] - 1)
-    visible = (offset[:, None] >= offset) & real[:, None, :]
-    return index, real, visible
-
-
-def _own_blocks_forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    selection: BlockSelection,
+def attend_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
+    selection: BlockSelection,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value, in their shapes and dtypes; ``out`` and ``lse`` from the forward pass."""
+    boundaries = selection.cu_seqlens.tolist()
+    num_kv_heads = key.shape[1]
+    q, k, v, d_out = (_by_kv_head(tensor, num_kv_heads) for tensor in (query * scale, key, value, grad_out))
+    k, v = k.squeeze(2), v.squeeze(2)
+    delta = (d_out * _by_kv_head(out, num_kv_heads)).sum(-1)
+    lse = lse.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
+        _own_backward(q, k, v, batch, lse, delta, d_out, dq, dk, dv)
+    workspace = _Workspace(q)
+    for tile in history_tiles(boundaries, selection.block_size):
+        index = index_tile(selection, tile, num_kv_heads)
+        if index.rows.numel():
+            _history_backward(q, k, v, selection.block_size, tile, index, workspace, lse, delta, d_out, dq, dk, dv)
+    dq = dq.mul_(scale).transpose(0, 1).flatten(1, 2)
+    return dq.to(query.dtype), dk.transpose(0, 1).to(key.dtype), dv.transpose(0, 1).to(value.dtype)
+
+
+def _by_kv_head(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """``[T, Hkv * G, D]`` -> contiguous ``[Hkv, T, G, D]`` in the compute dtype: a kv head's rows lie together."""
+    dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    return tensor.to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1).contiguous()
+
+
+class _Workspace:
+    """One slot buffer for all tiles of a call: fresh pages for each tile cost as much as filling them."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._buffer = like.new_empty(0)
+
+    def slots(self, number: int, width: int) -> torch.Tensor:
+        """Uninitialised ``[number, width]``, valid until the next call."""
+        if self._buffer.numel() < number * width:
+            self._buffer = self._buffer.new_empty(number * width)
+        return self._buffer[: number * width].view(number, width)
+
+
+@dataclass(frozen=True)
+class _OwnBatch:
+    """A few own blocks as one batched product, the shorter ones filled up with their last token.
+
+    Attributes:
+        num_blocks: N; width: tokens of the longest block, W.
+        tokens: int64 [N * W], packed token at each place.
+        real: int64, the places that are no filling; None where all are real.
+        hidden: bool [N or 1, W * G, W], True where a row must not see a key.
+    """
+
+    num_blocks: int
+    tokens: torch.Tensor
+    real: torch.Tensor | None
+    hidden: torch.Tensor
+
+    def take(self, tensor: torch.Tensor, *last: int) -> torch.Tensor:
+        """``[Hkv, T, G, *last]`` or ``[Hkv, T, *last]`` -> ``[Hkv * N, W * G or W, *last]``."""
+        return tensor.index_select(1, self.tokens).reshape(tensor.shape[0] * self.num_blocks, -1, *last)
+
+    def put(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        """The inverse of :meth:`take`: writes the real tokens' rows of ``tensor``."""
+        values = values.reshape(tensor.shape[0], -1, *tensor.shape[2:])
+        if self.real is None:
+            tensor.index_copy_(1, self.tokens, values)
+        else:
+            tensor.index_copy_(1, self.tokens.index_select(0, self.real), values.index_select(1, self.real))
+
+    def by_block(self, products: torch.Tensor) -> torch.Tensor:
+        """``[Hkv * N, ...]`` seen as ``[Hkv, N, ...]``, as ``hidden`` broadcasts."""
+        return products.unflatten(0, (-1, self.num_blocks))
+
+
+def _own_batches(boundaries: list[int], block_size: int, group: int, device: torch.device) -> Iterator[_OwnBatch]:
+    """Batches of own blocks, complete blocks first: those need no filling and share one causal mask."""
+    blocks = document_blocks(boundaries, block_size)
+    complete = [start for start, length in blocks if length == block_size]
+    short = [(start, length) for start, length in blocks if length < block_size]
+    at_once = max(1, SCORES_AT_ONCE // (block_size * block_size * group))
+    place = torch.arange(block_size, device=device)
+    causal = (place[:, None] < place).repeat_interleave(group, dim=0)[None]
+    for first in range(0, len(complete), at_once):
+        starts = torch.tensor(complete[first : first + at_once], device=device)
+        yield _OwnBatch(len(starts), (starts[:, None] + place).flatten(), None, causal)
+    at_once = max(at_once, SHORT_BLOCKS_AT_ONCE)
+    for first in range(0, len(short), at_once):
+        batch = short[first : first + at_once]
+        starts = torch.tensor([start for start, _ in batch], device=device)[:, None]
+        lengths = torch.tensor([length for _, length in batch], device=device)[:, None]
+        offset = torch.arange(max(length for _, length in batch), device=device)
+        tokens = starts + torch.minimum(offset, lengths - 1)
+        filling = offset >= lengths
+        hidden = (offset[:, None] < offset) | filling[:, None, :] | filling[:, :, None]
+        # A filled row sees its own key: it has a finite sum, and no one reads it.
+        hidden &= ~torch.eye(len(offset), dtype=torch.bool, device=device)
+        hidden = hidden.repeat_interleave(group, dim=1)
+        yield _OwnBatch(len(batch), tokens.flatten(), (~filling).flatten().nonzero().squeeze(1), hidden)
+
+
+def _own_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: _OwnBatch, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
-    """Causal attention inside each own block; writes every row of out ``[Hkv, T, G, D]`` and lse ``[Hkv, T, G]``."""
-    group = q.shape[2]
-    for first in range(0, len(selection.own_blocks), OWN_BLOCKS_AT_ONCE):
-        index, real, visible = _block_index(selection, first, q.device)
-        queries = q[:, index].flatten(2, 3)
-        hidden = ~visible.repeat_interleave(group, dim=1)
-        scores = torch.matmul(queries, k[:, index].transpose(-1, -2)).masked_fill_(hidden, -torch.inf)
-        block_lse = torch.logsumexp(scores, dim=-1)
-        probabilities = scores.sub_(block_lse[..., None]).exp_()
-        block_out = torch.matmul(probabilities, v[:, index]).unflatten(2, (-1, group))
-        out[:, index[real]] = block_out[:, real]
-        lse[:, index[real]] = block_lse.unflatten(2, (-1, group))[:, real]
+    """Causal attention inside own blocks; writes their rows of out ``[Hkv, T, G, D]`` and lse ``[Hkv, T, G]``."""
+    dim = q.shape[-1]
+    scores = torch.bmm(batch.take(q, dim), batch.take(k, dim).transpose(1, 2))
+    batch.by_block(scores).masked_fill_(batch.hidden, HIDDEN)
+    maximum = scores.amax(-1, keepdim=True)
+    probabilities = scores.sub_(maximum).exp_()
+    total = probabilities.sum(-1, keepdim=True)
+    batch.put(out, torch.bmm(probabilities, batch.take(v, dim)).div_(total))
+    batch.put(lse, total.log_().add_(maximum))
 
 
-def _own_blocks_backward(
+def _own_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    selection: BlockSelection,
+    batch: _OwnBatch,
     lse: torch.Tensor,
     delta: torch.Tensor,
     d_out: torch.Tensor,
@@ -137,22 +190,51 @@ def _own_blocks_backward(
     dk: torch.Tensor,
     dv: torch.Tensor,
 ) -> None:
-    """Gradients of the own-block part under the whole row's log-sum-exp; overwrites dq, dk and dv of every token."""
-    group = q.shape[2]
-    for first in range(0, len(selection.own_blocks), OWN_BLOCKS_AT_ONCE):
-        index, real, visible = _block_index(selection, first, q.device)
-        hidden = ~(visible & real[:, :, None]).repeat_interleave(group, dim=1)
-        queries, grads = q[:, index].flatten(2, 3), d_out[:, index].flatten(2, 3)
-        keys, values = k[:, index], v[:, index]
-        scores = torch.matmul(queries, keys.transpose(-1, -2)).sub_(lse[:, index].flatten(2, 3)[..., None])
-        # Masked after exp as well: a hidden score may exceed the log-sum-exp and overflow.
-        probabilities = scores.masked_fill_(hidden, -torch.inf).exp_()
-        d_scores = torch.matmul(grads, values.transpose(-1, -2)).sub_(delta[:, index].flatten(2, 3)[..., None])
-        d_scores.mul_(probabilities)
-        where = index[real]
-        dq[:, where] = torch.matmul(d_scores, keys).unflatten(2, (-1, group))[:, real]
-        dk[:, where] = torch.matmul(d_scores.transpose(-1, -2), queries)[:, real]
-        dv[:, where] = torch.matmul(probabilities.transpose(-1, -2), grads)[:, real]
+    """Gradients of the own-block part under the whole row's log-sum-exp; overwrites dq, dk and dv of these tokens."""
+    dim = q.shape[-1]
+    queries, grads = batch.take(q, dim), batch.take(d_out, dim)
+    keys, values = batch.take(k, dim), batch.take(v, dim)
+    probabilities = torch.bmm(queries, keys.transpose(1, 2)).sub_(batch.take(lse)[..., None])
+    # Masked before exp: a hidden score may exceed the log-sum-exp and overflow.
+    batch.by_block(probabilities).masked_fill_(batch.hidden, HIDDEN)
+    probabilities.exp_()
+    d_scores = torch.bmm(grads, values.transpose(1, 2)).sub_(batch.take(delta)[..., None]).mul_(probabilities)
+    batch.put(dq, torch.bmm(d_scores, keys))
+    batch.put(dk, torch.bmm(d_scores.transpose(1, 2), queries))
+    batch.put(dv, torch.bmm(probabilities.transpose(1, 2), grads))
+
+
+def _rows_of(tensor: torch.Tensor, tile: Tile, *last: int) -> torch.Tensor:
+    """The tile's rows of ``[Hkv, T, G, *last]``, and one of zeros for the filling: ``[num_rows + 1, *last]``."""
+    rows = tensor[:, tile.start : tile.stop].reshape(-1, *last)
+    return torch.cat([rows, rows.new_zeros(1, *last)])
+
+
+def _key_blocks(tensor: torch.Tensor, tile: Tile, num_blocks: int, block_size: int) -> torch.Tensor:
+    """The history that a tile can see, ``[Hkv, T, D]`` -> ``[Hkv, num_blocks, B, D]`` without a copy."""
+    seen = tensor[:, tile.document_start : tile.document_start + num_blocks * block_size]
+    return seen.unflatten(1, (num_blocks, block_size))
+
+
+def _item_batches(index: HistoryIndex, block_size: int) -> Iterator[tuple[slice, slice]]:
+    """Ranges of items, and of their slots, whose scores stay in the cache."""
+    at_once = max(1, SCORES_AT_ONCE // (block_size * index.rows_per_item))
+    for first in range(0, len(index.lists), at_once):
+        last = min(first + at_once, len(index.lists))
+        yield slice(first, last), slice(first * index.rows_per_item, last * index.rows_per_item)
+
+
+def _lists_of_items(index: HistoryIndex, items: slice) -> tuple[slice, torch.Tensor]:
+    """The range of lists that a range of items belongs to, and where each list's items begin in the range."""
+    first, last = int(index.lists[items.start]), int(index.lists[items.stop - 1])
+    begins = torch.searchsorted(index.lists[items], torch.arange(first, last + 1, device=index.lists.device))
+    return slice(first, last + 1), begins
+
+
+def _sum_items(products: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """``[items, B, D]`` -> ``[lists, B, D]``, in order.  ``index_add_`` on rows of this length is 50 times slower."""
+    numbers = torch.arange(len(products), device=products.device)
+    return F.embedding_bag(numbers, products.flatten(1), begins, mode="sum").view(-1, *products.shape[1:])
 
 
 def _history_forward(
@@ -161,55 +243,46 @@ def _history_forward(
     v: torch.Tensor,
     block_size: int,
     tile: Tile,
+    index: HistoryIndex,
+    workspace: _Workspace,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
     """Merge one tile's kept history into out and lse."""
-    num_kv_heads, _, _, dim = q.shape
-    rows_of_head = q[:, tile.start : tile.stop].flatten(1, 2)
-    num_rows, num_pairs = rows_of_head.shape[1], tile.rows.numel()
-    partial = q.new_empty(num_pairs, dim)
-    maximum, total = q.new_empty(num_pairs), q.new_empty(num_pairs)
-    scores = q.new_empty(max(LEAST_ROWS, *map(max, tile.pair_counts)), block_size)
-    first_pair = 0
-    for head, counts in enumerate(tile.pair_counts):
-        for block, count in enumerate(counts):
-            if not count:
-                continue
-            pairs = slice(first_pair, first_pair + count)
-            first_pair += count
-            start = tile.document_start + block * block_size
-            queries = rows_of_head[head].index_select(0, tile.rows[pairs])
-            if count < LEAST_ROWS:
-                queries = F.pad(queries, (0, 0, 0, LEAST_ROWS - count))
-            all_scores = torch.mm(queries, k[head, start : start + block_size].T, out=scores[: len(queries)])
-            block_scores = all_scores[:count]
-            block_maximum = torch.amax(block_scores, dim=-1, out=maximum[pairs])
-            block_scores.sub_(block_maximum[:, None]).exp_()
-            torch.sum(block_scores, dim=-1, out=total[pairs])
-            if count < LEAST_ROWS:
-                partial[pairs] = torch.mm(all_scores, v[head, start : start + block_size])[:count]
-            else:
-                torch.mm(all_scores, v[head, start : start + block_size], out=partial[pairs])
+    dim = q.shape[-1]
+    rows = _rows_of(q, tile, dim)
+    keys = _key_blocks(k, tile, index.num_blocks, block_size).flatten(0, 1)
+    values = _key_blocks(v, tile, index.num_blocks, block_size).flatten(0, 1)
+    num_slots = len(index.rows)
+    partial = workspace.slots(num_slots, dim)
+    maximum, total = q.new_empty(num_slots), q.new_empty(num_slots)
+    for items, slots in _item_batches(index, block_size):
+        shape = (items.stop - items.start, index.rows_per_item)
+        queries = rows.index_select(0, index.rows[slots]).view(*shape, dim)
+        scores = torch.bmm(queries, keys.index_select(0, index.lists[items]).transpose(1, 2))
+        torch.amax(scores, dim=-1, out=maximum[slots].view(shape))
+        scores.sub_(maximum[slots].view(*shape, 1)).exp_()
+        torch.sum(scores, dim=-1, out=total[slots].view(shape))
+        torch.bmm(scores, values.index_select(0, index.lists[items]), out=partial[slots].view(*shape, dim))
 
-    row_of_pair = _global_rows(tile, num_rows)
-    own_lse = lse[:, tile.start : tile.stop].reshape(num_kv_heads * num_rows)
-    reference = own_lse.scatter_reduce(0, row_of_pair, maximum, "amax")
-    weight = maximum.sub_(reference.index_select(0, row_of_pair)).exp_()
+    own_lse = _rows_of(lse, tile)
+    reference = own_lse.scatter_reduce(0, index.rows.long(), maximum, "amax")
+    weight = maximum.sub_(reference.index_select(0, index.rows)).exp_()
     own_weight = (own_lse - reference).exp_()
-    row_total = own_weight.index_add(0, row_of_pair, total.mul_(weight))
+    row_total = own_weight.index_add(0, index.rows, total.mul_(weight))
+    own_weight, reference, row_total = own_weight[:-1], reference[:-1], row_total[:-1]
     history = F.embedding_bag(
-        tile.slots,
+        index.slots,
         partial,
-        tile.row_offsets,
+        index.row_offsets,
         mode="sum",
-        per_sample_weights=weight.index_select(0, tile.slots),
+        per_sample_weights=weight.index_select(0, index.slots),
         include_last_offset=True,
     )
-    own_out = out[:, tile.start : tile.stop].reshape(num_kv_heads * num_rows, dim)
-    merged = history.addcmul_(own_out, own_weight[:, None]).div_(row_total[:, None])
-    out[:, tile.start : tile.stop] = merged.view(num_kv_heads, -1, q.shape[2], dim)
-    lse[:, tile.start : tile.stop] = row_total.log_().add_(reference).view(num_kv_heads, -1, q.shape[2])
+    rows_of_tile = slice(tile.start, tile.stop)
+    history.addcmul_(out[:, rows_of_tile].reshape(-1, dim), own_weight[:, None]).div_(row_total[:, None])
+    out[:, rows_of_tile] = history.view_as(out[:, rows_of_tile])
+    lse[:, rows_of_tile] = row_total.log_().add_(reference).view_as(lse[:, rows_of_tile])
 
 
 def _history_backward(
@@ -218,6 +291,8 @@ def _history_backward(
     v: torch.Tensor,
     block_size: int,
     tile: Tile,
+    index: HistoryIndex,
+    workspace: _Workspace,
     lse: torch.Tensor,
     delta: torch.Tensor,
     d_out: torch.Tensor,
@@ -227,35 +302,25 @@ def _history_backward(
 ) -> None:
     """Add one tile's kept history to dq, dk and dv; probabilities are recomputed from the saved log-sum-exp."""
     dim = q.shape[-1]
-    tokens = slice(tile.start, tile.stop)
-    rows_of_head, grads_of_head = q[:, tokens].flatten(1, 2), d_out[:, tokens].flatten(1, 2)
-    lse_of_head, delta_of_head = lse[:, tokens].flatten(1, 2), delta[:, tokens].flatten(1, 2)
-    partial = q.new_empty(tile.rows.numel(), dim)
-    most = max(map(max, tile.pair_counts))
-    scores, d_scores = q.new_empty(most, block_size), q.new_empty(most, block_size)
-    first_pair = 0
-    for head, counts in enumerate(tile.pair_counts):
-        for block, count in enumerate(counts):
-            if not count:
-                continue
-            rows = tile.rows[first_pair : first_pair + count]
-            start = tile.document_start + block * block_size
-            keys, values = k[head, start : start + block_size], v[head, start : start + block_size]
-            queries, grads = rows_of_head[head].index_select(0, rows), grads_of_head[head].index_select(0, rows)
-            row_lse = lse_of_head[head].index_select(0, rows)[:, None]
-            row_delta = delta_of_head[head].index_select(0, rows)[:, None]
-            probabilities = torch.addmm(row_lse, queries, keys.T, beta=-1, out=scores[:count]).exp_()
-            dv[head, start : start + block_size].addmm_(probabilities.T, grads)
-            block_d = torch.addmm(row_delta, grads, values.T, beta=-1, out=d_scores[:count]).mul_(probabilities)
-            dk[head, start : start + block_size].addmm_(block_d.T, queries)
-            torch.mm(block_d, keys, out=partial[first_pair : first_pair + count])
-            first_pair += count
-    history = F.embedding_bag(tile.slots, partial, tile.row_offsets, mode="sum", include_last_offset=True)
-    dq[:, tokens] += history.view(q.shape[0], -1, q.shape[2], dim)
-
-
-def _global_rows(tile: Tile, num_rows: int) -> torch.Tensor:
-    """int64 [pairs]: each pair's row over all kv heads, head * num_rows + local row."""
-    per_head = torch.tensor([sum(counts) for counts in tile.pair_counts], device=tile.rows.device)
-    first_row = torch.arange(0, len(tile.pair_counts) * num_rows, num_rows, device=tile.rows.device)
-    return tile.rows + torch.repeat_interleave(first_row, per_head)
+    rows, grad_rows = _rows_of(q, tile, dim), _rows_of(d_out, tile, dim)
+    lse_rows, delta_rows = _rows_of(lse, tile), _rows_of(delta, tile)
+    keys = _key_blocks(k, tile, index.num_blocks, block_size).flatten(0, 1)
+    values = _key_blocks(v, tile, index.num_blocks, block_size).flatten(0, 1)
+    d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
+    partial = workspace.slots(len(index.rows), dim)
+    for items, slots in _item_batches(index, block_size):
+        shape = (items.stop - items.start, index.rows_per_item)
+        row, block = index.rows[slots], index.lists[items]
+        queries, grads = rows.index_select(0, row).view(*shape, dim), grad_rows.index_select(0, row).view(*shape, dim)
+        block_keys, block_values = keys.index_select(0, block), values.index_select(0, block)
+        row_lse, row_delta = lse_rows.index_select(0, row), delta_rows.index_select(0, row)
+        scores = torch.bmm(queries, block_keys.transpose(1, 2)).sub_(row_lse.view(*shape, 1)).exp_()
+        d_scores = torch.bmm(grads, block_values.transpose(1, 2)).sub_(row_delta.view(*shape, 1)).mul_(scores)
+        touched, bags = _lists_of_items(index, items)
+        d_values[touched] += _sum_items(torch.bmm(scores.transpose(1, 2), grads), bags)
+        d_keys[touched] += _sum_items(torch.bmm(d_scores.transpose(1, 2), queries), bags)
+        torch.bmm(d_scores, block_keys, out=partial[slots].view(*shape, dim))
+    history = F.embedding_bag(index.slots, partial, index.row_offsets, mode="sum", include_last_offset=True)
+    dq[:, tile.start : tile.stop] += history.view_as(dq[:, tile.start : tile.stop])
+    _key_blocks(dk, tile, index.num_blocks, block_size).add_(d_keys.view(len(k), index.num_blocks, block_size, dim))
+    _key_blocks(dv, tile, index.num_blocks, block_size).add_(d_values.view(len(v), index.num_blocks, block_size, dim))

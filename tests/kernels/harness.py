@@ -3,8 +3,9 @@
 import oracle
 import torch
 
-from sparsebalance_kernels import Budget, block_sparse_attention
-from sparsebalance_kernels.selection import select_blocks
+from sparsebalance_kernels import BlockSelection, Budget, block_sparse_attention, ops
+from sparsebalance_kernels.selection import unpack_bits, words_for
+from sparsebalance_kernels.selector import select_blocks
 
 
 def run(query, key, value, grad, lengths, **options):
@@ -40,25 +41,23 @@ def budget_of(lengths, block_size, *, top_p=None, top_k=None, **bounds):
 
 
 def select(query, key, lengths, block_size, *, scale=oracle.SCALE, **options):
-    """The operator's own selection of all documents."""
-    boundaries = oracle.cumulative(lengths).tolist()
+    """The torch selector's selection of all documents."""
+    cu_seqlens = oracle.cumulative(lengths)
+    boundaries = cu_seqlens.tolist()
     budget = budget_of(lengths, block_size, **options)
-    return select_blocks(query, key, boundaries, range(len(lengths)), budget, scale)
+    bits = select_blocks(query, key, boundaries, budget, scale, words_for(boundaries, block_size))
+    return BlockSelection(bits, cu_seqlens, block_size)
 
 
-def decode(selection, lengths, heads, kv_heads):
-    """Bool ``[L, H, complete blocks]`` per document from the block-major index (``rows`` and ``pair_counts``)."""
-    size, group = selection.block_size, heads // kv_heads
-    starts = oracle.cumulative(lengths).tolist()
-    masks = [torch.zeros(length, heads, length // size, dtype=torch.bool) for length in lengths]
-    document_at = {start: number for number, start in enumerate(starts[:-1]) if lengths[number]}
-    for tile in selection.tiles:
-        rows = iter(tile.rows.tolist())
-        for kv_head, counts in enumerate(tile.pair_counts):
-            for block, pairs in enumerate(counts):
-                for _ in range(pairs):
-                    token, member = divmod(next(rows), group)
-                    position = tile.start - tile.document_start + token
-                    masks[document_at[tile.document_start]][position, kv_head * group + member, block] = True
-        assert next(rows, None) is None
-    return masks
+def attend(query, key, value, selection, scale=oracle.SCALE, backend="torch"):
+    """Output and log-sum-exp under a given selection."""
+    given = (selection.bits, selection.cu_seqlens, selection.block_size)
+    return ops.attend(query, key, value, *given, scale, backend)
+
+
+def decode(selection, lengths):
+    """Bool ``[L, H, complete blocks]`` per document from the bits; no bit may stand anywhere else."""
+    masks = unpack_bits(selection.bits.permute(2, 0, 1)).split(list(lengths))
+    size = selection.block_size
+    assert not any(mask[..., len(mask) // size :].any() for mask in masks)
+    return [mask[..., : len(mask) // size] for mask in masks]

@@ -171,14 +171,15 @@ def dense(query, key, value, selections, lengths, block_size, scale=SCALE):
     return torch.cat(outputs) if outputs else query * 1.0
 
 
-def rounding_bounds(query, key, value, grad, selections, lengths, block_size, unit, scale=SCALE):
+def rounding_bounds(query, key, value, grad, selections, lengths, block_size, unit, scale=SCALE, out_unit=0.0):
     """Elementwise bounds on how far two evaluations with unit roundoff ``unit`` differ: output, dq, dk, dv.
 
     First order, from |fl(sum of n products) - sum| <= n * unit * sum of the absolute products, carried through
     softmax attention and its gradient.  With a = the largest scale * |q| . |k| of a document and n attended keys:
     a score is off by (D + 1) a units, the log-sum-exp by as much and n + ln n + a, an exponent's own rounding by
     2 (a + ln n); 24 covers exp, quotient, merging of partial results and the scalings.  Each further sum adds its
-    number of terms (n, D twice, group * L).  Two evaluations: twice.
+    number of terms (n, D twice, group * L).  Two evaluations: twice.  The backward pass reads grad . out from the
+    output as it was stored, rounded with unit roundoff ``out_unit``.
     """
     bounds = ([], [], [], [])
     parts = (split(tensor.double().abs(), lengths) for tensor in (query, key, value, grad))
@@ -200,8 +201,10 @@ def rounding_bounds(query, key, value, grad, selections, lengths, block_size, un
         d_scores = probabilities * (g @ v.transpose(1, 2) + (g * out).sum(-1, keepdim=True))
         d_query, d_key = d_scores @ k * scale, d_scores.transpose(1, 2) @ q * scale
         d_value = probabilities.transpose(1, 2) @ g
-        for store, bound in zip(bounds, (out, d_query, d_key, d_value), strict=True):
-            store.append(bound.transpose(0, 1) * factor)
+        stored = probabilities * (g * out).sum(-1, keepdim=True) * out_unit
+        more = (0, stored @ k * scale, stored.transpose(1, 2) @ q * scale, 0)
+        for store, bound, also in zip(bounds, (out, d_query, d_key, d_value), more, strict=True):
+            store.append((bound * factor + also).transpose(0, 1))
         for store in bounds[2:]:
             store[-1] = store[-1].unflatten(1, (-1, group)).sum(2)
     return tuple(torch.cat(parts) for parts in bounds)

@@ -8,8 +8,9 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sparsebalance_kernels import CURVE_TOP_P, block_sparse_attention, reference, selection
-from sparsebalance_kernels.selection import document_blocks, pooled_keys
+from sparsebalance_kernels import CURVE_TOP_P, block_sparse_attention, reference, selection, selector
+from sparsebalance_kernels.selection import count_bits, pack_bits, unpack_bits
+from sparsebalance_kernels.selector import pooled_keys
 
 LENGTHS = [1, 15, 16, 17, 32, 33, 56, 101, 0, 5]
 BUDGETS = {
@@ -53,7 +54,7 @@ def assert_same(masks, expected):
 def test_selection_follows_the_definition(options):
     """The selector keeps exactly the blocks of the definition, under every kind of budget."""
     query, key = grid_case()
-    found = harness.decode(harness.select(query.float(), key.float(), LENGTHS, 16, **options), LENGTHS, 4, 2)
+    found = harness.decode(harness.select(query.float(), key.float(), LENGTHS, 16, **options), LENGTHS)
     assert_same(found, oracle.select(query, key, LENGTHS, 16, **options))
 
 
@@ -61,7 +62,7 @@ def test_selection_follows_the_definition(options):
 def test_selection_is_the_same_in_every_dtype(dtype):
     """Scores are accumulated in fp32: inputs that all dtypes hold exactly give one selection."""
     query, key = grid_case()
-    found = harness.decode(harness.select(query.to(dtype), key.to(dtype), LENGTHS, 16, top_p=0.6), LENGTHS, 4, 2)
+    found = harness.decode(harness.select(query.to(dtype), key.to(dtype), LENGTHS, 16, top_p=0.6), LENGTHS)
     assert_same(found, oracle.select(query, key, LENGTHS, 16, top_p=0.6))
 
 
@@ -76,9 +77,7 @@ def test_selection_of_arbitrary_inputs_follows_the_definition(dim, options):
     largest = float(query.norm(dim=-1).amax() * key.norm(dim=-1).amax()) * scale
     score_error = (dim + 16 + 3) * oracle.FP32_ROUNDOFF * largest
     expected = oracle.select(query, key, lengths, 16, scale=scale, score_error=score_error, **options)
-    assert_same(
-        harness.decode(harness.select(query, key, lengths, 16, scale=scale, **options), lengths, 4, 2), expected
-    )
+    assert_same(harness.decode(harness.select(query, key, lengths, 16, scale=scale, **options), lengths), expected)
 
 
 @settings(derandomize=True, deadline=None, max_examples=40, database=None)
@@ -107,7 +106,7 @@ def test_selection_follows_the_definition_everywhere(
     except oracle.Undecided:
         assume(False)
     found = harness.select(query.float(), key.float(), lengths, block_size, **budget, **bounds)
-    assert_same(harness.decode(found, lengths, kv_heads * group, kv_heads), expected)
+    assert_same(harness.decode(found, lengths), expected)
 
 
 @pytest.mark.parametrize("options", BUDGETS.values(), ids=BUDGETS.keys())
@@ -139,7 +138,7 @@ def test_ties_go_to_the_more_recent_block():
         ({"top_p": 0.55}, lambda visible: math.ceil(0.55 * visible)),
     ):
         for q, k in ((query, same_keys), (torch.zeros_like(query), keys), (torch.zeros_like(query), same_keys)):
-            (mask,) = harness.decode(harness.select(q, k, [length], size, **options), [length], 2, 1)
+            (mask,) = harness.decode(harness.select(q, k, [length], size, **options), [length])
             for position in range(length):
                 visible = position // size
                 expected = [block >= visible - kept_of(visible) and block < visible for block in range(length // size)]
@@ -152,7 +151,7 @@ def test_two_equal_blocks_among_others_are_ordered_by_recency():
     key = torch.zeros(size * 4, 1, dim)
     key[:4], key[4:8], key[8:12] = 3.0, 1.0, 1.0
     query = torch.ones(size * 4, 1, dim)
-    (mask,) = harness.decode(harness.select(query, key, [size * 4], size, top_k=3), [size * 4], 1, 1)
+    (mask,) = harness.decode(harness.select(query, key, [size * 4], size, top_k=3), [size * 4])
     assert mask[12:, 0].tolist() == [[True, False, True, False]] * 4
 
 
@@ -161,9 +160,7 @@ def test_smaller_p_keeps_a_subset():
     query, key = grid_case()
     grid = [1e-6, *(number / 40 for number in range(1, 40)), 0.999, 1 - 1e-6, 1 - 2**-24, 1.0]
     masks = [
-        torch.cat(
-            [m.flatten() for m in harness.decode(harness.select(query, key, LENGTHS, 16, top_p=p), LENGTHS, 4, 2)]
-        )
+        torch.cat([m.flatten() for m in harness.decode(harness.select(query, key, LENGTHS, 16, top_p=p), LENGTHS)])
         for p in grid
     ]
     for smaller, larger in itertools.pairwise(masks):
@@ -176,7 +173,7 @@ def test_top_p_is_minimal_and_covers(p):
     """What is kept has mass at least p, and without its last block less than p."""
     query, key = grid_case()
     expected = oracle.select(query, key, LENGTHS, 16, top_p=1.0)
-    masks = harness.decode(harness.select(query.float(), key.float(), LENGTHS, 16, top_p=p), LENGTHS, 4, 2)
+    masks = harness.decode(harness.select(query.float(), key.float(), LENGTHS, 16, top_p=p), LENGTHS)
     for length, mask, full in zip(LENGTHS, masks, expected, strict=True):
         rounding = oracle.mass_error(max(1, length // 16))
         mass = (full.mass * mask)[16:]
@@ -189,7 +186,7 @@ def test_top_p_is_minimal_and_covers(p):
 def test_only_complete_blocks_before_the_own_one_are_kept():
     """With p = 1 a row keeps each block i with (i + 1) * B <= t, and no other; the tail of a document is no block."""
     query, key = grid_case()
-    masks = harness.decode(harness.select(query, key, LENGTHS, 16, top_p=1.0), LENGTHS, 4, 2)
+    masks = harness.decode(harness.select(query, key, LENGTHS, 16, top_p=1.0), LENGTHS)
     for length, mask in zip(LENGTHS, masks, strict=True):
         position, block = torch.arange(length)[:, None, None], torch.arange(length // 16)
         assert torch.equal(mask, ((block + 1) * 16 <= position).expand(mask.shape))
@@ -199,8 +196,8 @@ def test_p_one_is_decided_without_summing():
     """p = 1 keeps every visible block even where the rounded mass of fewer is 1 already, and the curve ends at 1."""
     query, key = grid_case([101])
     query = query * 64
-    (half,) = harness.decode(harness.select(query, key, [101], 16, top_p=1 - 2**-24), [101], 4, 2)
-    (full,) = harness.decode(harness.select(query, key, [101], 16, top_p=1.0), [101], 4, 2)
+    (half,) = harness.decode(harness.select(query, key, [101], 16, top_p=1 - 2**-24), [101])
+    (full,) = harness.decode(harness.select(query, key, [101], 16, top_p=1.0), [101])
     visible = torch.arange(101) // 16
     assert torch.equal(full.sum(-1), visible[:, None].expand(101, 4)) and half.sum() < full.sum()
     cu_seqlens = oracle.cumulative([101])
@@ -213,61 +210,52 @@ def test_p_one_is_decided_without_summing():
 def test_heads_of_one_group_choose_separately():
     """Query heads that share a kv head keep different blocks when their queries differ."""
     query, key = grid_case(kv_heads=1, group=4)
-    masks = harness.decode(harness.select(query, key, LENGTHS, 16, top_k=2), LENGTHS, 4, 1)
+    masks = harness.decode(harness.select(query, key, LENGTHS, 16, top_k=2), LENGTHS)
     assert not torch.equal(masks[7][:, 0], masks[7][:, 1])
 
 
-@pytest.mark.parametrize(("tile", "slab"), [(1, 1), (7, 3), (16, 16), (33, 5), (48, 100), (4096, 1)])
+@pytest.mark.parametrize("slab", [1, 3, 16, 5, 100])
 @pytest.mark.parametrize("name", ["p.35", "p.8", "p.7-sink2-max3", "k3", "p-documents"])
-def test_tile_and_slab_sizes_change_nothing(monkeypatch, name, tile, slab):
-    """How tokens are cut into tiles and slabs leaves the selection bit for bit the same."""
+def test_slab_sizes_change_nothing(monkeypatch, name, slab):
+    """How tokens are cut into slabs leaves the selection bit for bit the same."""
     query, key = grid_case()
-    whole = harness.decode(harness.select(query, key, LENGTHS, 16, **BUDGETS[name]), LENGTHS, 4, 2)
-    monkeypatch.setattr(selection, "TILE_TOKENS", tile)
-    monkeypatch.setattr(selection, "SELECT_TOKENS", slab)
-    cut = harness.select(query, key, LENGTHS, 16, **BUDGETS[name])
-    assert max(one.stop - one.start for one in cut.tiles) == min(tile, 101 - 16)
-    for mask, expected in zip(harness.decode(cut, LENGTHS, 4, 2), whole, strict=True):
-        assert torch.equal(mask, expected)
+    whole = harness.select(query, key, LENGTHS, 16, **BUDGETS[name])
+    monkeypatch.setattr(selector, "SELECT_TOKENS", slab)
+    assert torch.equal(harness.select(query, key, LENGTHS, 16, **BUDGETS[name]).bits, whole.bits)
 
 
-@pytest.mark.parametrize("tile", [24, 4096])
-@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 1}, {"top_k": 3}], ids=["p.5", "k1", "k3"])
-def test_both_indices_of_a_tile_agree(monkeypatch, tile, options):
-    """Slots are a permutation of the pairs, row by row in ascending block; rows ascend inside each block."""
-    monkeypatch.setattr(selection, "TILE_TOKENS", tile)
-    query, key = grid_case(kv_heads=2, group=3)
-    for one in harness.select(query, key, LENGTHS, 16, **options).tiles:
-        pairs = sum(sum(counts) for counts in one.pair_counts)
-        rows_per_head = (one.stop - one.start) * 3
-        assert one.rows.dtype == one.slots.dtype == one.row_offsets.dtype == torch.int32
-        assert one.rows.shape == one.slots.shape == (pairs,)
-        assert one.slots.sort().values.tolist() == list(range(pairs))
-        assert one.row_offsets.shape == (2 * rows_per_head + 1,)
-        assert one.row_offsets[0] == 0 and one.row_offsets[-1] == pairs
-        labels = [(head, block) for head in range(2) for block in range(len(one.pair_counts[head]))]
-        label_of_pair = [label for label in labels for _ in range(one.pair_counts[label[0]][label[1]])]
-        for head, block in labels:
-            rows = [int(row) for row, label in zip(one.rows, label_of_pair, strict=True) if label == (head, block)]
-            assert rows == sorted(set(rows))
-            assert all(0 <= row < rows_per_head for row in rows)
-        offsets = one.row_offsets.tolist()
-        for row, (first, stop) in enumerate(itertools.pairwise(offsets)):
-            slots = one.slots[first:stop].tolist()
-            assert all(int(one.rows[slot]) == row % rows_per_head for slot in slots)
-            blocks = [label_of_pair[slot] for slot in slots]
-            assert all(head == row // rows_per_head for head, _ in blocks)
-            assert blocks == sorted(set(blocks))
+@pytest.mark.parametrize("blocks", [1, 31, 32, 33, 64, 100])
+def test_bits_are_packed_low_block_first(blocks):
+    """Packing sets bit j % 32 of word j // 32 for block j; unpacking gives it back; counting counts it."""
+    keep = torch.rand(5, 3, blocks, generator=torch.Generator().manual_seed(blocks)) < 0.4
+    words = pack_bits(keep)
+    expected = [
+        [
+            sum(1 << j % 32 for j in range(32 * w, min(32 * w + 32, blocks)) if row[j])
+            for w in range((blocks + 31) // 32)
+        ]
+        for row in keep.flatten(0, 1).tolist()
+    ]
+    unsigned = words.flatten(0, 1).long() & 0xFFFFFFFF
+    assert words.dtype == torch.int32 and unsigned.tolist() == expected
+    assert torch.equal(unpack_bits(words)[..., :blocks], keep) and not unpack_bits(words)[..., blocks:].any()
+    assert torch.equal(count_bits(words).sum(-1), keep.sum(-1))
 
 
-def test_own_blocks_partition_the_tokens():
-    """Own blocks cover every token of every document once and never cross a document's end."""
-    boundaries = oracle.cumulative(LENGTHS).tolist()
-    blocks = document_blocks(boundaries, 16)
-    assert [token for start, length in blocks for token in range(start, start + length)] == list(range(sum(LENGTHS)))
-    ends = set(boundaries)
-    assert all(length == 16 or start + length in ends for start, length in blocks)
-    assert document_blocks((0, 5, 5, 6), 4) == ((0, 4), (4, 1), (5, 1))
+def test_bits_are_the_same_on_every_device():
+    """Packing and unpacking by shifts, the way of devices that numpy cannot reach, equals numpy's."""
+    keep = torch.rand(7, 96, generator=torch.Generator().manual_seed(0)) < 0.5
+    words = pack_bits(keep)
+    assert torch.equal(selection._pack_by_shifts(keep), words)
+    assert torch.equal(selection._unpack_by_shifts(words), keep)
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 1}, {"top_k": 3}, {"top_p": 1.0}])
+def test_density_counts_the_bits(options):
+    """A selection's density is its kept share of visible triples, counted row by row."""
+    query, key = grid_case()
+    expected = oracle.count(oracle.select(query, key, LENGTHS, 16, **options), LENGTHS, 16).density
+    assert harness.select(query.float(), key.float(), LENGTHS, 16, **options).density() == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -288,7 +276,7 @@ def test_selection_ignores_later_tokens():
     query, key = grid_case([length])
     other_query, other_key = grid_case([length], seed=2)
     for options in ({"top_p": 0.5}, {"top_k": 3}, {"top_p": 0.9, "sink_blocks": 1, "max_blocks": 3}):
-        (whole,) = harness.decode(harness.select(query, key, [length], 16, **options), [length], 4, 2)
+        (whole,) = harness.decode(harness.select(query, key, [length], 16, **options), [length])
         for t in (0, 15, 16, 31, 32, 77, 148):
             for changes in ("query", "key", "both", "nan", "gone"):
                 q, k = query.clone(), key.clone()
@@ -300,7 +288,7 @@ def test_selection_ignores_later_tokens():
                     q[t + 1 :], k[t + 1 :] = math.nan, math.nan
                 if changes == "gone":
                     q, k = q[: t + 1], k[: t + 1]
-                (mask,) = harness.decode(harness.select(q, k, [len(q)], 16, **options), [len(q)], 4, 2)
+                (mask,) = harness.decode(harness.select(q, k, [len(q)], 16, **options), [len(q)])
                 assert torch.equal(mask[: t + 1], whole[: t + 1, :, : mask.shape[-1]])
                 assert not whole[: t + 1, :, mask.shape[-1] :].any()
 
@@ -311,12 +299,12 @@ def test_bad_row_leaves_other_rows_alone_and_never_looks_ahead(options, bad):
     """NaN or infinity in one row's query leaves other rows' selection as it was and keeps no invisible block."""
     query, key = grid_case([100])
     key[..., 3] = 1.0
-    (whole,) = harness.decode(harness.select(query, key, [100], 16, **options), [100], 4, 2)
+    (whole,) = harness.decode(harness.select(query, key, [100], 16, **options), [100])
     damaged = query.clone()
     damaged[40, 1] = bad
     # Every visible score of this row is the bad number, minus infinity included: the score of hidden blocks.
     damaged[70, 2, 3] = bad
-    (mask,) = harness.decode(harness.select(damaged, key, [100], 16, **options), [100], 4, 2)
+    (mask,) = harness.decode(harness.select(damaged, key, [100], 16, **options), [100])
     changed = (mask != whole).any(-1)
     changed[40, 1] = changed[70, 2] = False
     assert not changed.any()
@@ -330,26 +318,13 @@ def test_more_than_64_blocks():
     # Sharp gates: with flat ones the running sum of 150 masses would meet any p within its rounding bound.
     query = query * 8
     for options in ({"top_p": 0.6, "min_blocks": 66}, {"top_p": 0.6}, {"top_k": 70}):
-        found = harness.decode(harness.select(query.float(), key.float(), lengths, 4, **options), lengths, 1, 1)
+        found = harness.decode(harness.select(query.float(), key.float(), lengths, 4, **options), lengths)
         assert_same(found, oracle.select(query, key, lengths, 4, **options))
         assert found[0][:, 0, 128:].any()
-
-
-def test_selection_of_some_documents_only():
-    """Selecting for named documents gives their part of the whole selection, with budgets by the same numbers."""
-    query, key = grid_case()
-    boundaries = oracle.cumulative(LENGTHS).tolist()
-    budget = harness.budget_of(LENGTHS, 16, **BUDGETS["p-documents"])
-    whole = harness.decode(harness.select(query, key, LENGTHS, 16, **BUDGETS["p-documents"]), LENGTHS, 4, 2)
-    part = selection.select_blocks(query, key, boundaries, [5, 7], budget, oracle.SCALE)
-    masks = harness.decode(part, LENGTHS, 4, 2)
-    for number, mask in enumerate(masks):
-        assert torch.equal(mask, whole[number] if number in (5, 7) else torch.zeros_like(mask))
-    assert part.own_blocks == document_blocks(boundaries[5:7], 16) + document_blocks(boundaries[7:9], 16)
 
 
 def test_selection_carries_no_gradient():
     """Selecting with inputs that require a gradient records nothing."""
     query, key = grid_case([40])
     found = harness.select(query.requires_grad_(), key.requires_grad_(), [40], 16, top_p=0.5)
-    assert not any(t.requires_grad for one in found.tiles for t in (one.rows, one.slots, one.row_offsets))
+    assert not found.bits.requires_grad

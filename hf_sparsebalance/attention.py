@@ -7,7 +7,7 @@ reads the whole cache.  Everything the operator cannot honour is refused, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hf_sparsebalance.errors import UserError
-from sparsebalance_kernels import AttentionStats, block_sparse_attention
+from sparsebalance_kernels import AttentionStats
+from sparsebalance_kernels.api import attention_and_stats
 
 ATTENTION_NAME = "sparsebalance"
 NO_SPARSE_ATTENTION = (
@@ -70,9 +71,10 @@ class SparseAttentionDefaults:
     def of(cls, config: PreTrainedConfig) -> SparseAttentionDefaults:
         """Read ``config.sparse_attention``; a model without it gets top_p 0.8 in blocks of 128."""
         given: Mapping[str, Any] = getattr(config, "sparse_attention", None) or {}
-        unknown = set(given) - {field.name for field in fields(cls)}
+        # Names written into the class, not dataclasses.fields: torch.compile reads this function, and not that one.
+        unknown = [name for name in given if name not in cls.__match_args__]
         if unknown:
-            known = ", ".join(field.name for field in fields(cls))
+            known = ", ".join(cls.__match_args__)
             raise UserError(f"sparse_attention has unknown keys {sorted(unknown)}; known are {known}")
         settings = dict(given)
         if settings.get("top_p") is None and settings.get("top_k") is None:
@@ -91,18 +93,27 @@ class StatsCollector:
     It travels with the call, so that a checkpointed block that recomputes later reports to its own micro-batch.
 
     Attributes:
-        layers: statistics by layer; None for a layer that is dense whatever the budget.
+        vectors: by layer, what ``AttentionStats.from_vector`` reads; None for a layer that is dense whatever the budget.
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, AttentionStats | None] = {}
+        self.vectors: dict[int, torch.Tensor | None] = {}
+
+    @property
+    def layers(self) -> dict[int, AttentionStats | None]:
+        """Statistics by layer; None for a layer that is dense whatever the budget."""
+        return {
+            layer: None if vector is None else AttentionStats.from_vector(vector)
+            for layer, vector in self.vectors.items()
+        }
 
     def mean(self) -> AttentionStats | None:
         """Density, work and coverage over all layers, the curve over those that have a gate; None if none has."""
-        seen = [stats for stats in self.layers.values() if stats is not None]
+        layers = self.layers
+        seen = [stats for stats in layers.values() if stats is not None]
         if not seen:
             return None
-        num_dense, num_layers = len(self.layers) - len(seen), len(self.layers)
+        num_dense, num_layers = len(layers) - len(seen), len(layers)
         return AttentionStats(
             density=(sum(stats.density for stats in seen) + num_dense) / num_layers,
             work=(sum(stats.work for stats in seen) + num_dense) / num_layers,
@@ -214,10 +225,10 @@ def sparsebalance_attention(
         packed = [tensor.index_select(0, real) for tensor in packed]
     boundaries = cu_seq_lens_q
     if boundaries is None:
-        boundaries = _document_starts(batch, length, real, position_ids, query.device)
+        boundaries = _document_starts(batch, length, attention_mask, position_ids, query.device)
     # The curve costs a search per row: only for a collector, and not again when a checkpointed layer recomputes.
-    collect = sparse_stats is not None and module.layer_idx not in sparse_stats.layers
-    attended = block_sparse_attention(
+    collect = sparse_stats is not None and module.layer_idx not in sparse_stats.vectors
+    out, stats = attention_and_stats(
         *packed,
         cu_seqlens=boundaries,
         top_p=1.0 if dense else top_p,
@@ -227,11 +238,11 @@ def sparsebalance_attention(
         max_blocks=None if dense else defaults.max_blocks,
         sink_blocks=defaults.sink_blocks,
         scale=scaling,
+        backend="auto",
         return_stats=collect and not dense,
     )
-    out, stats = (attended, None) if isinstance(attended, torch.Tensor) else attended
     if sparse_stats is not None and collect:
-        sparse_stats.layers[int(module.layer_idx)] = stats
+        sparse_stats.vectors[module.layer_idx] = None if dense else stats
     if real is not None:
         out = out.new_zeros(batch * length, *out.shape[1:]).index_copy(0, real, out)
     return out.unflatten(0, (batch, length)), None
@@ -296,20 +307,23 @@ def _attend_cache(
 def _document_starts(
     batch: int,
     length: int,
-    real: torch.Tensor | None,
+    mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """Document starts among the real tokens (numbers in the flattened batch; None: all), ``[documents + 1]``.
+    """Document starts among the real tokens of the flattened batch (``mask`` None: all are), ``[documents + 1]``.
 
     Every row starts one.  Without a mask so does a position that does not follow its predecessor, transformers' own
     rule; with one only a position that does not rise, since a mask may leave gaps.
     """
-    tokens = torch.arange(batch * length, device=device) if real is None else real
-    row = tokens // length
-    start = torch.ones_like(tokens, dtype=torch.bool)
-    start[1:] = row[1:] != row[:-1]
+    token = torch.arange(batch * length, device=device)
+    real = torch.ones_like(token, dtype=torch.bool) if mask is None else mask.flatten().bool()
+    # The real token before each token, by shapes known beforehand: others would break torch.compile's graph.
+    previous = F.pad(torch.where(real, token, -1).cummax(0).values, (1, 0), value=-1)[:-1]
+    start = (previous < 0) | (token // length != previous // length)
     if position_ids is not None and position_ids.ndim == 2 and position_ids.shape[1] == length:
-        step = torch.diff(position_ids.expand(batch, -1).flatten()[tokens])
-        start[1:] |= step != 1 if real is None else step <= 0
-    return F.pad(start.nonzero().squeeze(1), (0, 1), value=tokens.numel())
+        position = position_ids.expand(batch, -1).flatten()
+        step = position - position[previous.clamp(min=0)]
+        start |= step != 1 if mask is None else step <= 0
+    rank = real.cumsum(0) - 1
+    return torch.cat([rank[start & real], real.sum()[None]])

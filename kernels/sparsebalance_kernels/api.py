@@ -123,9 +123,8 @@ def attention_and_stats(
         p = None if top_p is None else torch.as_tensor(top_p, dtype=torch.float64).expand(n)
         k = None if top_k is None else torch.as_tensor(top_k, dtype=torch.int64).expand(n)
         words = torch.sym_max(1, (query.shape[0] // block_size + WORD - 1) // WORD)
-        bits, stats = ops.select(
-            query, key, cu_seqlens, p, k, block_size, *bounds, scale, words, backend, return_stats
-        )
+        gate = (query.detach(), key.detach())  # no gradient flows through the gate
+        bits, stats = ops.select(*gate, cu_seqlens, p, k, block_size, *bounds, scale, words, backend, return_stats)
         return ops.attend(query, key, value, bits, cu_seqlens, block_size, scale, backend)[0], stats
 
     boundaries = _check_boundaries(cu_seqlens, query.shape[0])
@@ -153,8 +152,8 @@ def _select(
     return_stats: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return ops.select(  # type: ignore[no-any-return]
-        query,
-        key,
+        query.detach(),
+        key.detach(),
         cu_seqlens,
         None if budget.top_p is None else torch.tensor(budget.top_p, dtype=torch.float64),
         None if budget.top_k is None else torch.tensor(budget.top_k, dtype=torch.int64),

@@ -150,11 +150,11 @@ class StatsSums:
     """Sums behind :class:`AttentionStats`, added up over documents; counts are in triples, pairs and rows."""
 
     top_k: bool
-    kept: int = 0
+    kept: int | torch.Tensor = 0
     visible: int = 0
-    attended_pairs: int = 0
+    attended_pairs: int | torch.Tensor = 0
     causal_pairs: int = 0
-    mass: float = 0.0
+    mass: float | torch.Tensor = 0.0
     rows_with_history: int = 0
     curve: torch.Tensor = field(init=False)
 
@@ -172,9 +172,9 @@ class StatsSums:
 
     def finish(self) -> torch.Tensor:
         """The vector of :meth:`AttentionStats.from_vector`, fp64 on the CPU."""
-        density = self.kept / self.visible if self.visible else 1.0
-        work = self.attended_pairs / self.causal_pairs if self.causal_pairs else 1.0
-        coverage = self.mass / self.rows_with_history if self.rows_with_history else 1.0
+        density = int(self.kept) / self.visible if self.visible else 1.0
+        work = int(self.attended_pairs) / self.causal_pairs if self.causal_pairs else 1.0
+        coverage = float(self.mass) / self.rows_with_history if self.rows_with_history else 1.0
         over = (self.rows_with_history if self.top_k else self.visible) or 1
-        curve = self.curve / over if self.visible else torch.ones_like(self.curve)
+        curve = self.curve.cpu() / over if self.visible else torch.ones(len(self.curve), dtype=torch.float64)
         return torch.cat([torch.tensor([density, work, coverage], dtype=torch.float64), curve])

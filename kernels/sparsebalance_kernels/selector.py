@@ -12,16 +12,21 @@ values at that border are the only place where order matters (MoBA, arXiv 2502.1
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from sparsebalance_kernels.selection import CURVE_TOP_K, CURVE_TOP_P, Budget, StatsSums, pack_bits
+from sparsebalance_kernels.selection import CURVE_TOP_K, CURVE_TOP_P, Budget, StatsSums, pack_bits, visible_blocks
 
 # 512 query tokens keep a slab of scores in the cache (14 heads, 128 blocks: 3.7 MB); more only adds memory traffic.
 SELECT_TOKENS = 512
+
+# A curve is a mean over many rows: 16 to 32 runs of 64 tokens, with all their heads, stand for a long document.
+CURVE_TOKENS = 64
+CURVE_RUNS = 16
 
 
 def pooled_keys(key: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -77,10 +82,53 @@ def _scores(query: torch.Tensor, pooled: torch.Tensor, scale: float) -> torch.Te
     return scores.unflatten(1, (query.shape[0], -1)).transpose(0, 1).flatten(1, 2)
 
 
+def estimate_curve(
+    query: torch.Tensor, key: torch.Tensor, boundaries: Sequence[int], budget: Budget, scale: float, stats: StatsSums
+) -> None:
+    """Add the density curve to ``stats`` from up to 2 * CURVE_RUNS runs of tokens of each document.
+
+    Exact for documents of up to CURVE_RUNS runs beyond their first block; longer ones are sampled evenly.
+    """
+    num_heads, size = query.shape[1], budget.block_size
+    for document, (first, stop) in enumerate(itertools.pairwise(boundaries)):
+        starts = range(first + size, stop, CURVE_TOKENS)
+        step = max(1, len(starts) // CURVE_RUNS)
+        pooled = pooled_keys(key[first:stop], size)
+        sample = StatsSums(top_k=budget.top_k is not None)
+        rows = visible = 0
+        for start in starts[step // 2 :: step]:
+            end = min(start + CURVE_TOKENS, stop)
+            scores = _scores(query[start:end], pooled[: (end - 1 - first) // size], scale)
+            _rank_rows(scores, start - first, document, budget, sample)
+            rows += num_heads * (end - start)
+            visible += num_heads * (visible_blocks(end - first, size) - visible_blocks(start - first, size))
+        if rows:
+            share = rows / (num_heads * (stop - first - size))
+            share = share if stats.top_k else visible / (num_heads * visible_blocks(stop - first, size))
+            stats.curve = stats.curve + sample.curve.cpu() / share
+
+
 def _keep_rows(
     scores: torch.Tensor, position: int, document: int, budget: Budget, stats: StatsSums | None
 ) -> torch.Tensor:
     """Apply the budget to one slab of scores ``[S, H, blocks]``, of tokens from document position ``position`` on."""
+    order, ranked, count, visible, hidden = _rank_rows(scores, position, document, budget, stats)
+    last = ranked.gather(-1, (count - 1).clamp(min=0)[..., None])
+    # NaN is below nothing: rows that keep no block.
+    keep = order >= last.masked_fill(count[..., None] == 0, math.nan)
+    following = ranked.gather(-1, count.clamp(max=ranked.shape[-1] - 1)[..., None])
+    tied = ((following == last).squeeze(-1) & (count > 0) & (count < visible)).nonzero(as_tuple=True)
+    if tied[0].numel():
+        keep[tied] = _break_ties(order[tied], last[tied], count[tied], hidden[tied[0], 0])
+    seen_by_all = position // budget.block_size
+    keep[..., seen_by_all:].logical_and_(~hidden[..., seen_by_all:])
+    return keep
+
+
+def _rank_rows(
+    scores: torch.Tensor, position: int, document: int, budget: Budget, stats: StatsSums | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What decides a row: the values that order its blocks, those values sorted, how many are kept, visible, hidden."""
     num_tokens, num_heads, blocks = scores.shape
     visible = torch.arange(position, position + num_tokens, device=scores.device) // budget.block_size
     number = torch.arange(blocks, device=scores.device)
@@ -114,15 +162,7 @@ def _keep_rows(
         assert mass is not None
         _add_stats(stats, count, visible, mass, budget)
 
-    last = ranked.gather(-1, (count - 1).clamp(min=0)[..., None])
-    # NaN is below nothing: rows that keep no block.
-    keep = order >= last.masked_fill(count[..., None] == 0, math.nan)
-    following = ranked.gather(-1, count.clamp(max=blocks - 1)[..., None])
-    tied = ((following == last).squeeze(-1) & (count > 0) & (count < visible)).nonzero(as_tuple=True)
-    if tied[0].numel():
-        keep[tied] = _break_ties(order[tied], last[tied], count[tied], hidden[tied[0], 0])
-    keep[..., seen_by_all:].logical_and_(~hidden[..., seen_by_all:])
-    return keep
+    return order, ranked, count, visible, hidden
 
 
 def _descending(values: torch.Tensor) -> torch.Tensor:
@@ -155,21 +195,22 @@ def _clamp_count(count: torch.Tensor, visible: torch.Tensor, budget: Budget) -> 
 def _add_stats(
     stats: StatsSums, count: torch.Tensor, visible: torch.Tensor, mass: torch.Tensor, budget: Budget
 ) -> None:
-    kept = int(count.sum())
-    stats.kept += kept
-    stats.attended_pairs += kept * budget.block_size
+    # Tensors are added up where they are: on a GPU a host read of each slab would wait for it.
+    kept = count.sum()
+    stats.kept = stats.kept + kept
+    stats.attended_pairs = stats.attended_pairs + kept * budget.block_size
     with_history = visible > 0
     covered = torch.cat([mass.new_zeros(*mass.shape[:-1], 1), mass], dim=-1)
     # Kept everything: the mass is 1 by definition, whatever the rounding of the sum.
     covered = covered.masked_fill(torch.arange(covered.shape[-1], device=covered.device) >= visible[..., None], 1.0)
     kept_mass = covered.gather(-1, count[..., None]).squeeze(-1)
-    stats.mass += float(kept_mass[with_history].sum(dtype=torch.float64))
+    stats.mass = stats.mass + (kept_mass * with_history).sum(dtype=torch.float64)
     if stats.top_k:
         grid = torch.tensor([k - 1 for k in CURVE_TOP_K], device=count.device).expand(*count.shape, -1)
         at = _clamp_count(grid, visible[..., None], budget)
-        curve = covered.gather(-1, at)[with_history].sum(0, dtype=torch.float64)
+        curve = (covered.gather(-1, at) * with_history[..., None]).sum((0, 1), dtype=torch.float64)
     else:
         at = _blocks_within(mass, mass.new_tensor(CURVE_TOP_P))
         at[..., -1] = visible
         curve = _clamp_count(at, visible[..., None], budget).sum((0, 1), dtype=torch.float64)
-    stats.curve += curve.cpu()
+    stats.curve = stats.curve.to(curve.device) + curve

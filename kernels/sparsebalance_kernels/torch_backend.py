@@ -52,9 +52,7 @@ def attend_forward(
         index = index_tile(selection, tile, key.shape[1])
         if index.rows.numel():
             _history_forward(q, k, v, selection.block_size, tile, index, workspace, out, lse)
-    result = torch.empty_like(query, memory_format=torch.contiguous_format)
-    result.unflatten(1, (key.shape[1], -1)).copy_(out.transpose(0, 1))
-    return result, lse.transpose(1, 2).reshape(query.shape[1], query.shape[0])
+    return _by_token(out, query), lse.transpose(1, 2).reshape(query.shape[1], query.shape[0]).contiguous()
 
 
 def attend_backward(
@@ -82,14 +80,20 @@ def attend_backward(
         index = index_tile(selection, tile, num_kv_heads)
         if index.rows.numel():
             _history_backward(q, k, v, selection.block_size, tile, index, workspace, lse, delta, d_out, dq, dk, dv)
-    dq = dq.mul_(scale).transpose(0, 1).flatten(1, 2)
-    return dq.to(query.dtype), dk.transpose(0, 1).to(key.dtype), dv.transpose(0, 1).to(value.dtype)
+    return _by_token(dq.mul_(scale), query), _by_token(dk.unsqueeze(2), key), _by_token(dv.unsqueeze(2), value)
 
 
 def _by_kv_head(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[T, Hkv * G, D]`` -> contiguous ``[Hkv, T, G, D]`` in the compute dtype: a kv head's rows lie together."""
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     return tensor.to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1).contiguous()
+
+
+def _by_token(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``[Hkv, T, G, D]`` -> contiguous ``[T, Hkv * G, D]`` in the dtype of ``like``; the inverse of _by_kv_head."""
+    result = torch.empty_like(like, memory_format=torch.contiguous_format)
+    result.unflatten(1, (tensor.shape[0], -1)).copy_(tensor.transpose(0, 1))
+    return result
 
 
 class _Workspace:

@@ -93,7 +93,7 @@ class StatsCollector:
     It travels with the call, so that a checkpointed block that recomputes later reports to its own micro-batch.
 
     Attributes:
-        vectors: by layer, what ``AttentionStats.from_vector`` reads; None for a layer that is dense whatever the budget.
+        vectors: by layer, what ``AttentionStats.from_vector`` reads; None for a layer that is always dense.
     """
 
     def __init__(self) -> None:

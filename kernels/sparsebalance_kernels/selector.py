@@ -128,7 +128,7 @@ def _keep_rows(
 def _rank_rows(
     scores: torch.Tensor, position: int, document: int, budget: Budget, stats: StatsSums | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What decides a row: the values that order its blocks, those values sorted, how many are kept, visible, hidden."""
+    """What decides each row: the values that order its blocks, these sorted, how many are kept, visible, hidden."""
     num_tokens, num_heads, blocks = scores.shape
     visible = torch.arange(position, position + num_tokens, device=scores.device) // budget.block_size
     number = torch.arange(blocks, device=scores.device)

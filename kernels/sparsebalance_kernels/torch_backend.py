@@ -5,12 +5,15 @@ block are gathered and multiplied, a batch of items at a time; their partial res
 sum) go to one slot per pair, and an ``embedding_bag`` sums each row's slots.  Nothing of size T x T exists.
 
 Workspace: slots of the largest tile * (D + 2) floats, plus inputs in the compute dtype.
-Compute dtype is fp32 (fp64 for fp64 inputs); bf16 and fp16 are converted once per call.
+Compute dtype is fp32 (fp64 for fp64 inputs); bf16 and fp16 are converted once per call.  For bf16 inputs on a CPU the
+products may use its bf16 matrix unit: their operands are rounded to bf16, sums and all else stay fp32.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -42,16 +45,17 @@ def attend_forward(
         (output ``[T, H, D]`` in the dtype of ``query``, log-sum-exp ``[H, T]`` in the compute dtype).
     """
     boundaries = selection.cu_seqlens.tolist()
-    q, k, v = (_by_kv_head(tensor, key.shape[1]) for tensor in (query * scale, key, value))
-    k, v = k.squeeze(2), v.squeeze(2)
+    q, k, v = (_by_kv_head(tensor, key.shape[1]) for tensor in (query, key, value))
+    q, k, v = q.mul_(scale), k.squeeze(2), v.squeeze(2)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
-    for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
-        _own_forward(q, k, v, batch, out, lse)
-    workspace = _Workspace(q)
-    for tile in history_tiles(boundaries, selection.block_size):
-        index = index_tile(selection, tile, key.shape[1])
-        if index.rows.numel():
-            _history_forward(q, k, v, selection.block_size, tile, index, workspace, out, lse)
+    with _matrix_unit(query, scale):
+        for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
+            _own_forward(q, k, v, batch, out, lse)
+        workspace = _Workspace(q)
+        for tile in history_tiles(boundaries, selection.block_size):
+            index = index_tile(selection, tile, key.shape[1])
+            if index.rows.numel():
+                _history_forward(q, k, v, selection.block_size, tile, index, workspace, out, lse)
     return _by_token(out, query), lse.transpose(1, 2).reshape(query.shape[1], query.shape[0]).contiguous()
 
 
@@ -68,25 +72,46 @@ def attend_backward(
     """Gradients of query, key and value, in their shapes and dtypes; ``out`` and ``lse`` from the forward pass."""
     boundaries = selection.cu_seqlens.tolist()
     num_kv_heads = key.shape[1]
-    q, k, v, d_out = (_by_kv_head(tensor, num_kv_heads) for tensor in (query * scale, key, value, grad_out))
-    k, v = k.squeeze(2), v.squeeze(2)
+    q, k, v, d_out = (_by_kv_head(tensor, num_kv_heads) for tensor in (query, key, value, grad_out))
+    q, k, v = q.mul_(scale), k.squeeze(2), v.squeeze(2)
     delta = (d_out * _by_kv_head(out, num_kv_heads)).sum(-1)
     lse = lse.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
-        _own_backward(q, k, v, batch, lse, delta, d_out, dq, dk, dv)
-    workspace = _Workspace(q)
-    for tile in history_tiles(boundaries, selection.block_size):
-        index = index_tile(selection, tile, num_kv_heads)
-        if index.rows.numel():
-            _history_backward(q, k, v, selection.block_size, tile, index, workspace, lse, delta, d_out, dq, dk, dv)
+    with _matrix_unit(query, scale):
+        for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
+            _own_backward(q, k, v, batch, lse, delta, d_out, dq, dk, dv)
+        workspace = _Workspace(q)
+        for tile in history_tiles(boundaries, selection.block_size):
+            index = index_tile(selection, tile, num_kv_heads)
+            if index.rows.numel():
+                _history_backward(q, k, v, selection.block_size, tile, index, workspace, lse, delta, d_out, dq, dk, dv)
     return _by_token(dq.mul_(scale), query), _by_token(dk.unsqueeze(2), key), _by_token(dv.unsqueeze(2), value)
 
 
 def _by_kv_head(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     """``[T, Hkv * G, D]`` -> contiguous ``[Hkv, T, G, D]`` in the compute dtype: a kv head's rows lie together."""
+    by_head = tensor.unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
     dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    return tensor.to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1).contiguous()
+    # A copy in any case: the caller scales it in place.
+    return torch.empty(by_head.shape, dtype=dtype, device=tensor.device).copy_(by_head)
+
+
+@contextmanager
+def _matrix_unit(query: torch.Tensor, scale: float) -> Iterator[None]:
+    """For bf16 inputs, let oneDNN multiply fp32 tensors in bf16 (AMX, AVX512-BF16): products 1.5 times faster.
+
+    Inputs are bf16 numbers and lose nothing, scaled queries neither where the scale is a power of two; probabilities
+    and their gradients are rounded as every flash attention rounds them.  Elsewhere plain fp32.
+    """
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu" or math.frexp(scale)[0] not in (0.5, -0.5):
+        yield
+        return
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _by_token(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

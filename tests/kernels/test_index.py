@@ -32,7 +32,7 @@ def kept_pairs(selection, tile, heads, kv_heads):
 @pytest.mark.parametrize("most_rows", [16, 512])
 @pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 1}, {"top_k": 3}, {"top_p": 1.0}])
 def test_both_directions_hold_the_kept_pairs(monkeypatch, tile_tokens, most_rows, options):
-    """Every kept pair has one slot, in its block's list and in its row's slots, both ascending; the rest is filling."""
+    """Every kept pair has one slot, in its block's list and in its row's slots, both ascending; the rest is empty."""
     monkeypatch.setattr(index, "TILE_TOKENS", tile_tokens)
     monkeypatch.setattr(index, "MOST_ROWS", most_rows)
     query, key, _, _ = oracle.grid_batch(LENGTHS, block_size=16, kv_heads=2, group=3, seed=3)

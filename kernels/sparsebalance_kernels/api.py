@@ -6,30 +6,32 @@ from p, k and the length alone; documents no longer than a block go with the spa
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
-import math
-import os
 
 import torch
 import torch.nn.functional as F
 
 from sparsebalance_kernels import ops
+from sparsebalance_kernels.checks import (
+    check_boundaries,
+    check_budget,
+    check_options,
+    check_tensors,
+    choose_backend,
+    half_backend,
+    score_scale,
+)
 from sparsebalance_kernels.reference import kept_blocks, reference_attention
 from sparsebalance_kernels.selection import (
     CURVE_TOP_K,
     CURVE_TOP_P,
     WORD,
     AttentionStats,
+    BlockSelection,
     Budget,
     StatsSums,
     words_for,
 )
-
-BACKENDS = ("auto", "torch", "triton", "reference")
-TRITON_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
-TRITON_MOST_HEAD_DIM = 256
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def block_sparse_attention(
@@ -92,6 +94,72 @@ def block_sparse_attention(
     return (out, AttentionStats.from_vector(vector)) if return_stats else out
 
 
+def select_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    top_p: float | torch.Tensor | None = None,
+    top_k: int | torch.Tensor | None = None,
+    block_size: int = 128,
+    min_blocks: int = 0,
+    max_blocks: int | None = None,
+    sink_blocks: int = 0,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> BlockSelection:
+    """The first half of :func:`block_sparse_attention`: which history blocks each row keeps.  Same arguments.
+
+    Raises:
+        ValueError: as :func:`block_sparse_attention`; and for backend "reference", which never forms a selection.
+    """
+    check_tensors(query, key, key)
+    check_options(top_p, top_k, block_size, min_blocks, max_blocks, sink_blocks)
+    boundaries = check_boundaries(cu_seqlens, query.shape[0])
+    budget = check_budget(len(boundaries) - 1, top_p, top_k, block_size, min_blocks, max_blocks, sink_blocks)
+    backend = half_backend(backend, query, block_size)
+    bits, _ = _select(
+        query, key, cu_seqlens, boundaries, budget, score_scale(query, scale), backend, return_stats=False
+    )
+    return BlockSelection(bits, cu_seqlens, block_size)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    selection: BlockSelection,
+    *,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second half: attention over own blocks and the history of any selection, made by whatever selector.
+
+    Args:
+        query: ``[T, H, D]``; key, value: ``[T, Hkv, D]``, as in :func:`block_sparse_attention`.
+        selection: kept blocks, a constant of the gradient.  That its bits name visible blocks only is not checked.
+        scale: score factor, default ``D ** -0.5``.
+        backend: "torch", "triton" or "auto".
+
+    Returns:
+        (output ``[T, H, D]``, natural log-sum-exp ``[H, T]`` in fp32 (fp64 for fp64), without a gradient).
+
+    Raises:
+        ValueError: naming the argument, for shapes, dtypes or devices that do not fit.
+    """
+    check_tensors(query, key, value)
+    boundaries = check_boundaries(selection.cu_seqlens, query.shape[0])
+    bits, words = selection.bits, words_for(boundaries, selection.block_size)
+    if bits.dtype != torch.int32 or bits.shape[0::2] != (query.shape[1], query.shape[0]) or bits.shape[1] < words:
+        raise ValueError(
+            f"selection.bits must be int32 [{query.shape[1]} heads, at least {words} words, {query.shape[0]} tokens], "
+            f"got {bits.dtype} {tuple(bits.shape)}"
+        )
+    backend = half_backend(backend, query, selection.block_size)
+    given = (bits, selection.cu_seqlens, selection.block_size)
+    return ops.attend(query, key, value, *given, score_scale(query, scale), backend)  # type: ignore[no-any-return]
+
+
 def attention_and_stats(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -111,12 +179,10 @@ def attention_and_stats(
 
     Under torch.compile nothing is read on the host: values go unchecked, and there is no dense shortcut.
     """
-    _check_tensors(query, key, value)
-    _check_options(top_p, top_k, block_size, min_blocks, max_blocks, sink_blocks)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if not math.isfinite(scale):
-        raise ValueError(f"scale must be finite, got {scale}")
-    backend = _choose_backend(backend, query, block_size)
+    check_tensors(query, key, value)
+    check_options(top_p, top_k, block_size, min_blocks, max_blocks, sink_blocks)
+    scale = score_scale(query, scale)
+    backend = choose_backend(backend, query, block_size)
     bounds = (min_blocks, max_blocks, sink_blocks)
     if torch.compiler.is_compiling() and backend != "reference":
         n = cu_seqlens.shape[0] - 1
@@ -127,8 +193,8 @@ def attention_and_stats(
         bits, stats = ops.select(*gate, cu_seqlens, p, k, block_size, *bounds, scale, words, backend, return_stats)
         return ops.attend(query, key, value, bits, cu_seqlens, block_size, scale, backend)[0], stats
 
-    boundaries = _check_boundaries(cu_seqlens, query.shape[0])
-    budget = _check_budget(len(boundaries) - 1, top_p, top_k, block_size, *bounds)
+    boundaries = check_boundaries(cu_seqlens, query.shape[0])
+    budget = check_budget(len(boundaries) - 1, top_p, top_k, block_size, *bounds)
     if backend == "reference":
         return _reference(query, key, value, boundaries, budget, scale, return_stats)
     lengths = [stop - start for start, stop in itertools.pairwise(boundaries)]
@@ -202,32 +268,6 @@ def _partly_dense(
     return torch.cat([outputs[number] for number in range(len(is_dense))]), stats
 
 
-def _choose_backend(backend: str, query: torch.Tensor, block_size: int) -> str:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-    if backend not in ("auto", "triton"):
-        return backend
-    obstacle = _obstacle_to_triton(query, block_size)
-    if backend == "triton" and obstacle:
-        raise ValueError(f"backend='triton' {obstacle}: use backend='torch'")
-    return "torch" if obstacle or (backend == "auto" and query.device.type == "cpu") else "triton"
-
-
-def _obstacle_to_triton(query: torch.Tensor, block_size: int) -> str | None:
-    """Why the Triton kernels cannot take these inputs, or None."""
-    if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return "runs on a GPU, or on the CPU under TRITON_INTERPRET=1"
-    if importlib.util.find_spec("triton") is None:
-        return "needs the package triton"
-    if query.dtype == torch.float64:
-        return "computes in float32 and has no float64"
-    if block_size not in TRITON_BLOCK_SIZES:
-        return f"takes block_size {', '.join(map(str, TRITON_BLOCK_SIZES))}, not {block_size}"
-    if query.shape[2] > TRITON_MOST_HEAD_DIM:
-        return f"takes a head_dim of at most {TRITON_MOST_HEAD_DIM}, not {query.shape[2]}"
-    return None
-
-
 def _dense_document(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (query, key, value))
     # Autocast would change the dtype the caller asked for.
@@ -245,93 +285,6 @@ def _take(budget: Budget, documents: list[int]) -> Budget:
         budget.max_blocks,
         budget.sink_blocks,
     )
-
-
-def _check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.ndim != 3:
-            raise ValueError(f"{name} must be packed as [tokens, heads, head_dim], got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in DTYPES:
-            raise ValueError(f"{name} must be float32, bfloat16, float16 or float64, got {tensor.dtype}")
-        if tensor.dtype != query.dtype or tensor.device != query.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}, but query is {query.dtype} on {query.device}"
-            )
-    if key.shape != value.shape or key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2]:
-        raise ValueError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be [tokens, kv_heads, head_dim] with "
-            f"the tokens and head_dim of query {tuple(query.shape)}"
-        )
-    if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
-        raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
-
-
-def _check_boundaries(cu_seqlens: torch.Tensor, num_tokens: int) -> list[int]:
-    if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.numel() == 0:
-        raise ValueError(
-            f"cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        )
-    boundaries: list[int] = cu_seqlens.tolist()
-    rising = all(start <= stop for start, stop in itertools.pairwise(boundaries))
-    if boundaries[0] != 0 or boundaries[-1] != num_tokens or not rising:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the number of tokens ({num_tokens}), got {boundaries[:8]}..."
-        )
-    return boundaries
-
-
-def _per_document(value: float | int | torch.Tensor, num_documents: int, name: str) -> list[float]:
-    if not isinstance(value, torch.Tensor):
-        return [value] * num_documents
-    if value.ndim == 0:
-        return [value.item()] * num_documents
-    if value.shape != (num_documents,):
-        raise ValueError(f"{name} must be a number or one per document ({num_documents}), got {tuple(value.shape)}")
-    numbers: list[float] = value.tolist()
-    return numbers
-
-
-def _check_options(
-    top_p: float | torch.Tensor | None,
-    top_k: int | torch.Tensor | None,
-    block_size: int,
-    min_blocks: int,
-    max_blocks: int | None,
-    sink_blocks: int,
-) -> None:
-    if (top_p is None) == (top_k is None):
-        raise ValueError("give exactly one of top_p and top_k")
-    if not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"block_size must be a whole number of at least 1, got {block_size}")
-    if min_blocks < 0 or sink_blocks < 0:
-        raise ValueError(f"min_blocks and sink_blocks must not be negative, got {min_blocks} and {sink_blocks}")
-    if max_blocks is not None and max_blocks < max(min_blocks, sink_blocks):
-        raise ValueError(
-            f"max_blocks ({max_blocks}) is below min_blocks ({min_blocks}) or sink_blocks ({sink_blocks})"
-        )
-
-
-def _check_budget(
-    num_documents: int,
-    top_p: float | torch.Tensor | None,
-    top_k: int | torch.Tensor | None,
-    block_size: int,
-    min_blocks: int,
-    max_blocks: int | None,
-    sink_blocks: int,
-) -> Budget:
-    probabilities: tuple[float, ...] | None = None
-    counts: tuple[int, ...] | None = None
-    if top_p is not None:
-        probabilities = tuple(_per_document(top_p, num_documents, "top_p"))
-        if not all(0.0 < p <= 1.0 for p in probabilities):
-            raise ValueError(f"top_p must lie in (0, 1], got {probabilities[:8]}")
-    if top_k is not None:
-        numbers = _per_document(top_k, num_documents, "top_k")
-        if not all(k >= 1 and float(k).is_integer() for k in numbers):
-            raise ValueError(f"top_k must be a whole number of at least 1 (the own block), got {numbers[:8]}")
-        counts = tuple(int(k) for k in numbers)
-    return Budget(block_size, probabilities, counts, min_blocks, max_blocks, sink_blocks)
 
 
 def _reference(

@@ -45,7 +45,7 @@ def select(
         sink_blocks,
     )
     # Autocast would take the gate's scores, which are fp32 by definition, to half precision.
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
         if backend == "triton":
             from sparsebalance_kernels.triton_backend import backend as triton_backend
 
@@ -84,7 +84,8 @@ def attend(
         backend: "torch" or "triton".
     """
     selection = BlockSelection(bits, cu_seqlens, block_size)
-    with torch.autocast(query.device.type, enabled=False):
+    # A kernel is launched on the current device, which need not be the tensors'.
+    with torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
         return _implementation(backend).attend_forward(query, key, value, selection, scale)
 
 
@@ -104,7 +105,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value under the saved selection."""
     selection = BlockSelection(bits, cu_seqlens, block_size)
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
         return _implementation(backend).attend_backward(grad_out, query, key, value, out, lse, selection, scale)
 
 

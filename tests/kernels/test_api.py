@@ -8,7 +8,14 @@ import oracle
 import pytest
 import torch
 
-from sparsebalance_kernels import CURVE_TOP_K, CURVE_TOP_P, block_sparse_attention
+from sparsebalance_kernels import (
+    CURVE_TOP_K,
+    CURVE_TOP_P,
+    BlockSelection,
+    attend,
+    block_sparse_attention,
+    select_blocks,
+)
 
 LENGTHS = [1, 15, 16, 17, 32, 33, 0, 87]
 BUDGETS = {
@@ -271,3 +278,60 @@ def test_import_is_light():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.4}, {"top_k": 2, "sink_blocks": 1}], ids=str)
+def test_the_two_halves_are_the_operator(options):
+    """select_blocks and attend give the operator's output and gradients bit for bit, and the density of its stats."""
+    lengths = [1, 16, 60, 0, 87]  # none that top_k keeps whole: such a document is attended densely
+    query, key, value, grad = (tensor.float() for tensor in grid_batch(lengths))
+    cu_seqlens = oracle.cumulative(lengths)
+    results = []
+    for whole in (True, False):
+        leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+        if whole:
+            given = {"cu_seqlens": cu_seqlens, "block_size": 16, **options}
+            out, stats = block_sparse_attention(*leaves, return_stats=True, **given)
+        else:
+            selection = select_blocks(query, key, cu_seqlens=cu_seqlens, block_size=16, **options)
+            out, lse = attend(*leaves, selection)
+            assert lse.shape == (query.shape[1], query.shape[0]) and selection.density() == stats.density
+        results.append((out.detach(), *torch.autograd.grad(out, leaves, grad)))
+    assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+
+
+def test_any_selector_may_feed_the_attention():
+    """Bits set by hand (each row's previous block) give masked dense attention over own and previous block."""
+    length, size = 70, 16
+    query, key, value, grad = oracle.grid_batch([length], block_size=size, kv_heads=1, group=2)
+    kept = torch.zeros(length, 2, length // size, dtype=torch.bool)
+    for position in range(size, length):
+        kept[position, :, position // size - 1] = True
+    bits = (kept.int() << torch.arange(length // size)).sum(-1, dtype=torch.int32).T[:, None].contiguous()
+    leaves = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
+    selection = BlockSelection(bits, torch.tensor([0, length]), size)
+    out, _ = attend(*leaves, selection, scale=oracle.SCALE)
+    found = (out.detach(), *torch.autograd.grad(out, leaves, grad))
+    selections = [oracle.Selection(kept, torch.zeros(0))]
+    expected = harness.run_dense(query, key, value, grad, selections, [length], size)
+    bounds = oracle.rounding_bounds(query, key, value, grad, selections, [length], size, 2.0**-53)
+    harness.assert_within(found, expected, bounds)
+
+
+@pytest.mark.parametrize(
+    ("named", "bits"),
+    [
+        ("selection.bits must be int32", torch.zeros(2, 1, 40)),
+        ("at least 2 words", torch.zeros(2, 1, 600, dtype=torch.int32)),
+        ("2 heads", torch.zeros(1, 2, 600, dtype=torch.int32)),
+    ],
+)
+def test_a_selection_that_does_not_fit_is_named(named, bits):
+    """attend refuses bits of another dtype, too few words or other heads, and says what it wants."""
+    tokens = bits.shape[2]
+    query, key = torch.zeros(tokens, 2, 8), torch.zeros(tokens, 1, 8)
+    selection = BlockSelection(bits, torch.tensor([0, tokens]), 16)
+    with pytest.raises(ValueError, match=named):
+        attend(query, key, key, selection)
+    with pytest.raises(ValueError, match="use block_sparse_attention"):
+        select_blocks(query, key, cu_seqlens=torch.tensor([0, tokens]), top_p=0.5, backend="reference")

@@ -1,7 +1,9 @@
 # make install     a virtual environment .venv with the tested versions
 # make quickstart  a toy model, trained with and without balancing, on this machine's CPU
-# make test        everything that must hold before a commit: lint, types, all tests
+# make test        everything that must hold before a commit: lint, types, all tests, kernels interpreted and compiled
 # make test-fast   the tests without the slow ones
+# make test-kernels     the Triton kernels' values, interpreted on the CPU
+# make kernels-compile  the Triton kernels for five GPU architectures: registers, spills, shared memory (no GPU needed)
 # make lint        lint, format and types only
 # make format      let ruff put the files in order
 # make clean       remove .venv, caches and builds; runs/ stays
@@ -10,7 +12,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PURE := batching density errors latency latency_profile planner runlog schedule tuning
 
-.PHONY: install quickstart test test-fast lint format clean
+.PHONY: install quickstart test test-fast test-kernels kernels-compile lint format clean
 
 install: .venv/.installed
 
@@ -24,11 +26,19 @@ install: .venv/.installed
 quickstart: install
 	$(BIN)/python recipes/quickstart.py
 
-test: lint
+test: lint test-kernels
 	$(BIN)/python -m pytest
+	$(BIN)/python evaluation/compile_kernels.py --sample
 
 test-fast: install
 	$(BIN)/python -m pytest -m "not slow"
+
+# A process of its own: Triton decides when a kernel is decorated whether it is interpreted or compiled.
+test-kernels: install
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton
+
+kernels-compile: install
+	$(BIN)/python evaluation/compile_kernels.py
 
 # Only the pure modules are typed strictly; a planned one that is not there yet is passed over.
 lint: install

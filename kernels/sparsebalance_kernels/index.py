@@ -6,15 +6,15 @@ Made by counting, prefix sums and one stable sort of small integers; a pure func
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from sparsebalance_kernels.selection import WORD, BlockSelection, unpack_bits
 
-# Bounds the workspace: 4096 tokens of 14 heads that keep 10 of 128 blocks hold 147 MB of partial outputs.
-TILE_TOKENS = 4096
+# Bounds the workspace: 2048 tokens of 14 heads that keep 10 of 128 blocks hold 73 MB of partial outputs.
+TILE_TOKENS = 2048
 
 # A product of fewer than 16 rows takes another path in MKL and rounds otherwise; how many rows keep a block depends on
 # later tokens, and their change must not move one bit of an earlier output.  More than 512 rows leave the cache.
@@ -72,11 +72,13 @@ def document_blocks(boundaries: Sequence[int], block_size: int) -> list[tuple[in
     ]
 
 
-def history_tiles(boundaries: Sequence[int], block_size: int) -> Iterator[Tile]:
+def history_tiles(boundaries: Sequence[int], block_size: int) -> list[Tile]:
     """Tiles of up to TILE_TOKENS tokens that cover every token with history."""
-    for first, stop in itertools.pairwise(boundaries):
-        for start in range(first + block_size, stop, TILE_TOKENS):
-            yield Tile(first, start, min(start + TILE_TOKENS, stop))
+    return [
+        Tile(first, start, min(start + TILE_TOKENS, stop))
+        for first, stop in itertools.pairwise(boundaries)
+        for start in range(first + block_size, stop, TILE_TOKENS)
+    ]
 
 
 def index_tile(selection: BlockSelection, tile: Tile, num_kv_heads: int) -> HistoryIndex:

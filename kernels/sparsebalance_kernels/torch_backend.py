@@ -22,14 +22,18 @@ import torch.nn.functional as F
 from sparsebalance_kernels.index import HistoryIndex, Tile, document_blocks, history_tiles, index_tile
 from sparsebalance_kernels.selection import BlockSelection
 
-# Scores in flight: 1 MiB of fp32 stays in the second-level cache of one core, where passes over it cost little.
-SCORES_AT_ONCE = 2**18
+# Scores in flight: 2 MiB of fp32 stay in the second-level caches of two cores, where passes over them cost little.
+SCORES_AT_ONCE = 2**19
 
 # Documents of a few tokens each: many of them make one product.
 SHORT_BLOCKS_AT_ONCE = 64
 
-# What a hidden score becomes.  exp of a finite number is ten times faster than of -inf, and 0.0 all the same.
+# What a hidden score becomes before the maximum is taken.
 HIDDEN = -1e30
+
+# Least exponent of a probability: below it torch's exp is 20 to 90 times slower (subnormal results), and e^-87 is lost
+# in any sum.  Hidden probabilities are set to 0 afterwards.
+LEAST_EXPONENT = -87.0
 
 
 def attend_forward(
@@ -48,10 +52,11 @@ def attend_forward(
     q, k, v = (_by_kv_head(tensor, key.shape[1]) for tensor in (query, key, value))
     q, k, v = q.mul_(scale), k.squeeze(2), v.squeeze(2)
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
-    with _matrix_unit(query, scale):
-        for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
+
+    workspace = _Workspace(q)
+    with _matrix_unit(query):
+        for batch in _own_batches(boundaries, selection.block_size, q):
             _own_forward(q, k, v, batch, out, lse)
-        workspace = _Workspace(q)
         for tile in history_tiles(boundaries, selection.block_size):
             index = index_tile(selection, tile, key.shape[1])
             if index.rows.numel():
@@ -77,10 +82,10 @@ def attend_backward(
     delta = (d_out * _by_kv_head(out, num_kv_heads)).sum(-1)
     lse = lse.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    with _matrix_unit(query, scale):
-        for batch in _own_batches(boundaries, selection.block_size, q.shape[2], q.device):
+    workspace = _Workspace(q)
+    with _matrix_unit(query):
+        for batch in _own_batches(boundaries, selection.block_size, q):
             _own_backward(q, k, v, batch, lse, delta, d_out, dq, dk, dv)
-        workspace = _Workspace(q)
         for tile in history_tiles(boundaries, selection.block_size):
             index = index_tile(selection, tile, num_kv_heads)
             if index.rows.numel():
@@ -97,13 +102,13 @@ def _by_kv_head(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 @contextmanager
-def _matrix_unit(query: torch.Tensor, scale: float) -> Iterator[None]:
+def _matrix_unit(query: torch.Tensor) -> Iterator[None]:
     """For bf16 inputs, let oneDNN multiply fp32 tensors in bf16 (AMX, AVX512-BF16): products 1.5 times faster.
 
-    Inputs are bf16 numbers and lose nothing, scaled queries neither where the scale is a power of two; probabilities
-    and their gradients are rounded as every flash attention rounds them.  Elsewhere plain fp32.
+    Keys and values are bf16 numbers and lose nothing; scaled queries, probabilities and their gradients are rounded
+    once more, as flash attention rounds the last two.  Elsewhere plain fp32.
     """
-    if query.dtype != torch.bfloat16 or query.device.type != "cpu" or math.frexp(scale)[0] not in (0.5, -0.5):
+    if query.dtype != torch.bfloat16 or query.device.type != "cpu":
         yield
         return
     matmul = torch.backends.mkldnn.matmul
@@ -122,16 +127,22 @@ def _by_token(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Workspace:
-    """One slot buffer for all tiles of a call: fresh pages for each tile cost as much as filling them."""
+    """Buffers that serve all tiles of a call: fresh pages for each product cost as much as filling them."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        self._buffer = like.new_empty(0)
+        self._like = like
+        self._buffers: dict[str, torch.Tensor] = {}
 
-    def slots(self, number: int, width: int) -> torch.Tensor:
-        """Uninitialised ``[number, width]``, valid until the next call."""
-        if self._buffer.numel() < number * width:
-            self._buffer = self._buffer.new_empty(number * width)
-        return self._buffer[: number * width].view(number, width)
+    def take(self, name: str, *shape: int) -> torch.Tensor:
+        """Uninitialised memory of this shape, valid until the name is taken again."""
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers[name] = self._like.new_empty(size)
+        return self._buffers[name][:size].view(shape)
+
+    def gather(self, name: str, rows: torch.Tensor, index: torch.Tensor, *shape: int) -> torch.Tensor:
+        """``rows[index]`` in the memory of that name, seen in this shape."""
+        return torch.index_select(rows, 0, index, out=self.take(name, len(index), *rows.shape[1:])).view(shape)
 
 
 @dataclass(frozen=True)
@@ -142,13 +153,15 @@ class _OwnBatch:
         num_blocks: N; width: tokens of the longest block, W.
         tokens: int64 [N * W], packed token at each place.
         real: int64, the places that are no filling; None where all are real.
-        hidden: bool [N or 1, W * G, W], True where a row must not see a key.
+        ceiling: [N or 1, W * G, W], HIDDEN where a row must not see a key, else +inf.
+        visible: the same shape, 1 where a row sees a key, else 0.
     """
 
     num_blocks: int
     tokens: torch.Tensor
     real: torch.Tensor | None
-    hidden: torch.Tensor
+    ceiling: torch.Tensor
+    visible: torch.Tensor
 
     def take(self, tensor: torch.Tensor, *last: int) -> torch.Tensor:
         """``[Hkv, T, G, *last]`` or ``[Hkv, T, *last]`` -> ``[Hkv * N, W * G or W, *last]``."""
@@ -162,22 +175,37 @@ class _OwnBatch:
         else:
             tensor.index_copy_(1, self.tokens.index_select(0, self.real), values.index_select(1, self.real))
 
-    def by_block(self, products: torch.Tensor) -> torch.Tensor:
-        """``[Hkv * N, ...]`` seen as ``[Hkv, N, ...]``, as ``hidden`` broadcasts."""
-        return products.unflatten(0, (-1, self.num_blocks))
+    def hide(self, scores: torch.Tensor) -> torch.Tensor:
+        """Lower hidden scores ``[Hkv * N, W * G, W]`` to HIDDEN, whatever they are: four times faster than a fill."""
+        by_block = scores.unflatten(0, (-1, self.num_blocks))
+        torch.fmin(by_block, self.ceiling, out=by_block)
+        return scores
+
+    def exponentiate(self, scores: torch.Tensor) -> torch.Tensor:
+        """exp in place, exactly 0 where hidden."""
+        scores.clamp_min_(LEAST_EXPONENT).exp_()
+        scores.unflatten(0, (-1, self.num_blocks)).mul_(self.visible)
+        return scores
 
 
-def _own_batches(boundaries: list[int], block_size: int, group: int, device: torch.device) -> Iterator[_OwnBatch]:
+def _own_batches(boundaries: list[int], block_size: int, q: torch.Tensor) -> list[_OwnBatch]:
     """Batches of own blocks, complete blocks first: those need no filling and share one causal mask."""
+    group, device = q.shape[2], q.device
+
+    def masks(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = hidden.repeat_interleave(group, dim=1)
+        return q.new_full(hidden.shape, torch.inf).masked_fill_(hidden, HIDDEN), (~hidden).to(q.dtype)
+
     blocks = document_blocks(boundaries, block_size)
     complete = [start for start, length in blocks if length == block_size]
     short = [(start, length) for start, length in blocks if length < block_size]
     at_once = max(1, SCORES_AT_ONCE // (block_size * block_size * group))
     place = torch.arange(block_size, device=device)
-    causal = (place[:, None] < place).repeat_interleave(group, dim=0)[None]
+    causal = masks((place[:, None] < place)[None])
+    batches = []
     for first in range(0, len(complete), at_once):
         starts = torch.tensor(complete[first : first + at_once], device=device)
-        yield _OwnBatch(len(starts), (starts[:, None] + place).flatten(), None, causal)
+        batches.append(_OwnBatch(len(starts), (starts[:, None] + place).flatten(), None, *causal))
     at_once = max(at_once, SHORT_BLOCKS_AT_ONCE)
     for first in range(0, len(short), at_once):
         batch = short[first : first + at_once]
@@ -189,8 +217,9 @@ def _own_batches(boundaries: list[int], block_size: int, group: int, device: tor
         hidden = (offset[:, None] < offset) | filling[:, None, :] | filling[:, :, None]
         # A filled row sees its own key: it has a finite sum, and no one reads it.
         hidden &= ~torch.eye(len(offset), dtype=torch.bool, device=device)
-        hidden = hidden.repeat_interleave(group, dim=1)
-        yield _OwnBatch(len(batch), tokens.flatten(), (~filling).flatten().nonzero().squeeze(1), hidden)
+        real = (~filling).flatten().nonzero().squeeze(1)
+        batches.append(_OwnBatch(len(batch), tokens.flatten(), real, *masks(hidden)))
+    return batches
 
 
 def _own_forward(
@@ -198,10 +227,9 @@ def _own_forward(
 ) -> None:
     """Causal attention inside own blocks; writes their rows of out ``[Hkv, T, G, D]`` and lse ``[Hkv, T, G]``."""
     dim = q.shape[-1]
-    scores = torch.bmm(batch.take(q, dim), batch.take(k, dim).transpose(1, 2))
-    batch.by_block(scores).masked_fill_(batch.hidden, HIDDEN)
+    scores = batch.hide(torch.bmm(batch.take(q, dim), batch.take(k, dim).transpose(1, 2)))
     maximum = scores.amax(-1, keepdim=True)
-    probabilities = scores.sub_(maximum).exp_()
+    probabilities = batch.exponentiate(scores.sub_(maximum))
     total = probabilities.sum(-1, keepdim=True)
     batch.put(out, torch.bmm(probabilities, batch.take(v, dim)).div_(total))
     batch.put(lse, total.log_().add_(maximum))
@@ -223,10 +251,9 @@ def _own_backward(
     dim = q.shape[-1]
     queries, grads = batch.take(q, dim), batch.take(d_out, dim)
     keys, values = batch.take(k, dim), batch.take(v, dim)
-    probabilities = torch.bmm(queries, keys.transpose(1, 2)).sub_(batch.take(lse)[..., None])
-    # Masked before exp: a hidden score may exceed the log-sum-exp and overflow.
-    batch.by_block(probabilities).masked_fill_(batch.hidden, HIDDEN)
-    probabilities.exp_()
+    scores = torch.bmm(queries, keys.transpose(1, 2)).sub_(batch.take(lse)[..., None])
+    # A hidden score may exceed the log-sum-exp and overflow.
+    probabilities = batch.exponentiate(batch.hide(scores))
     d_scores = torch.bmm(grads, values.transpose(1, 2)).sub_(batch.take(delta)[..., None]).mul_(probabilities)
     batch.put(dq, torch.bmm(d_scores, keys))
     batch.put(dk, torch.bmm(d_scores.transpose(1, 2), queries))
@@ -283,16 +310,18 @@ def _history_forward(
     keys = _key_blocks(k, tile, index.num_blocks, block_size).flatten(0, 1)
     values = _key_blocks(v, tile, index.num_blocks, block_size).flatten(0, 1)
     num_slots = len(index.rows)
-    partial = workspace.slots(num_slots, dim)
+    partial = workspace.take("partial", num_slots, dim)
     maximum, total = q.new_empty(num_slots), q.new_empty(num_slots)
     for items, slots in _item_batches(index, block_size):
         shape = (items.stop - items.start, index.rows_per_item)
-        queries = rows.index_select(0, index.rows[slots]).view(*shape, dim)
-        scores = torch.bmm(queries, keys.index_select(0, index.lists[items]).transpose(1, 2))
+        queries = workspace.gather("queries", rows, index.rows[slots], *shape, dim)
+        item_keys = workspace.gather("keys", keys, index.lists[items], shape[0], block_size, dim)
+        item_values = workspace.gather("values", values, index.lists[items], shape[0], block_size, dim)
+        scores = torch.bmm(queries, item_keys.transpose(1, 2), out=workspace.take("scores", *shape, block_size))
         torch.amax(scores, dim=-1, out=maximum[slots].view(shape))
-        scores.sub_(maximum[slots].view(*shape, 1)).exp_()
+        scores.sub_(maximum[slots].view(*shape, 1)).clamp_min_(LEAST_EXPONENT).exp_()
         torch.sum(scores, dim=-1, out=total[slots].view(shape))
-        torch.bmm(scores, values.index_select(0, index.lists[items]), out=partial[slots].view(*shape, dim))
+        torch.bmm(scores, item_values, out=partial[slots].view(*shape, dim))
 
     own_lse = _rows_of(lse, tile)
     reference = own_lse.scatter_reduce(0, index.rows.long(), maximum, "amax")
@@ -336,19 +365,23 @@ def _history_backward(
     keys = _key_blocks(k, tile, index.num_blocks, block_size).flatten(0, 1)
     values = _key_blocks(v, tile, index.num_blocks, block_size).flatten(0, 1)
     d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
-    partial = workspace.slots(len(index.rows), dim)
+    partial = workspace.take("partial", len(index.rows), dim)
     for items, slots in _item_batches(index, block_size):
         shape = (items.stop - items.start, index.rows_per_item)
         row, block = index.rows[slots], index.lists[items]
-        queries, grads = rows.index_select(0, row).view(*shape, dim), grad_rows.index_select(0, row).view(*shape, dim)
-        block_keys, block_values = keys.index_select(0, block), values.index_select(0, block)
+        queries = workspace.gather("queries", rows, row, *shape, dim)
+        grads = workspace.gather("grads", grad_rows, row, *shape, dim)
+        item_keys = workspace.gather("keys", keys, block, shape[0], block_size, dim)
+        item_values = workspace.gather("values", values, block, shape[0], block_size, dim)
         row_lse, row_delta = lse_rows.index_select(0, row), delta_rows.index_select(0, row)
-        scores = torch.bmm(queries, block_keys.transpose(1, 2)).sub_(row_lse.view(*shape, 1)).exp_()
-        d_scores = torch.bmm(grads, block_values.transpose(1, 2)).sub_(row_delta.view(*shape, 1)).mul_(scores)
+        scores = torch.bmm(queries, item_keys.transpose(1, 2), out=workspace.take("scores", *shape, block_size))
+        scores.sub_(row_lse.view(*shape, 1)).clamp_min_(LEAST_EXPONENT).exp_()
+        d_scores = torch.bmm(grads, item_values.transpose(1, 2), out=workspace.take("d_scores", *shape, block_size))
+        d_scores.sub_(row_delta.view(*shape, 1)).mul_(scores)
         touched, bags = _lists_of_items(index, items)
         d_values[touched] += _sum_items(torch.bmm(scores.transpose(1, 2), grads), bags)
         d_keys[touched] += _sum_items(torch.bmm(d_scores.transpose(1, 2), queries), bags)
-        torch.bmm(d_scores, block_keys, out=partial[slots].view(*shape, dim))
+        torch.bmm(d_scores, item_keys, out=partial[slots].view(*shape, dim))
     history = F.embedding_bag(index.slots, partial, index.row_offsets, mode="sum", include_last_offset=True)
     dq[:, tile.start : tile.stop] += history.view_as(dq[:, tile.start : tile.stop])
     _key_blocks(dk, tile, index.num_blocks, block_size).add_(d_keys.view(len(k), index.num_blocks, block_size, dim))

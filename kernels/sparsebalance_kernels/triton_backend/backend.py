@@ -40,7 +40,7 @@ def select(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bits of a ``BlockSelection`` and the vector of ``AttentionStats.from_vector`` (empty unless wanted).
 
-    Density, work and coverage are exact; the curve of a long document is an estimate (``selector.estimate_curve``).
+    Density, work and coverage are exact; a long document's curve is an estimate (``selector.estimate_curve``).
     Documents of more history blocks than one program holds go to the torch selector.
     """
     stats = StatsSums(top_k=budget.top_k is not None) if with_stats else None
@@ -83,7 +83,7 @@ def select(
 def attend_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[T, H, D]`` in the dtype of ``query`` and log-sum-exp fp32 ``[H, T]``; arguments as in torch_backend."""
+    """Output ``[T, H, D]`` in the dtype of ``query`` and fp32 log-sum-exp ``[H, T]``; arguments as in torch_backend."""
     num_tokens, num_heads, head_dim = query.shape
     group, size = num_heads // key.shape[1], selection.block_size
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -98,9 +98,7 @@ def attend_forward(
     for b0, b1 in _slabs(pairs, _bytes_per_pair(query), table, num_heads):
         gathered = None
         if num_pairs := sum(pairs[b0:b1]):
-            index = gather_index(
-                bits, table, b0, b1, num_pairs=num_pairs, group=group, is_gather=lists.is_gather
-            )
+            index = gather_index(bits, table, b0, b1, num_pairs=num_pairs, group=group, is_gather=lists.is_gather)
             items = item_table(index.block_offsets, rows_per_item, num_pairs)
             gathered = (index, *gather_forward(query, key, value, table, index, items, scale))
         tile_forward(query, key, value, bits, table, lists, scale, out, lse, b0=b0, b1=b1, gathered=gathered)
@@ -139,9 +137,7 @@ def attend_backward(
     for b0, b1 in _slabs(pairs, _bytes_per_pair(query), table, num_heads):
         gathered = None
         if num_pairs := sum(pairs[b0:b1]):
-            index = gather_index(
-                bits, table, b0, b1, num_pairs=num_pairs, group=group, is_gather=lists.is_gather
-            )
+            index = gather_index(bits, table, b0, b1, num_pairs=num_pairs, group=group, is_gather=lists.is_gather)
             items = item_table(index.block_offsets, rows_per_item, num_pairs)
             gathered = (index, gather_dq(*rows, table, index, items, scale))
         tile_dq(*rows, bits, table, lists, scale, dq, b0=b0, b1=b1, gathered=gathered)
@@ -161,9 +157,7 @@ def _bytes_per_pair(query: torch.Tensor) -> int:
     return query.shape[2] * configs.partial_dtype(query.dtype).itemsize + 4 + 8
 
 
-def _slabs(
-    pairs: list[int], bytes_per_pair: int, table: BlockTable, num_heads: int
-) -> list[tuple[int, int]]:
+def _slabs(pairs: list[int], bytes_per_pair: int, table: BlockTable, num_heads: int) -> list[tuple[int, int]]:
     """Consecutive ranges that cover all own blocks; the workspace of each is at most WORKSPACE_BYTES, or one block's.
 
     A block's workspace is ``pairs * bytes_per_pair`` and what ``gather_index`` takes to count them; ranges between

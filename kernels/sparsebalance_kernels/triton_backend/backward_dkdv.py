@@ -64,7 +64,7 @@ def _dkdv_kernel(
     key_stride_h,
     value_stride_t,
     value_stride_h,
-    scale,
+    factor,
     num_tokens,
     first_block,
     listed_blocks,
@@ -121,7 +121,7 @@ def _dkdv_kernel(
         row_delta = tl.load(delta + head * num_tokens + token, mask=valid, other=0.0)
 
         scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-        probabilities = tl.exp2(tl.fma(scores, scale * LOG2_E, -row_lse[None, :]))
+        probabilities = tl.exp2(tl.fma(scores, factor, -row_lse[None, :]))
         # Own rows do not see later keys; rows past the end of the list see none.
         visible = tl.arange(0, KEYS)[:, None] <= tl.where(valid, token - first, -1)[None, :]
         probabilities = tl.where(visible, probabilities, 0.0)
@@ -134,8 +134,7 @@ def _dkdv_kernel(
         store_rows(dk_sums + sums_start + sums_tile, dk, exists, HEAD_DIM, BLOCK_D)
         store_rows(dv_sums + sums_start + sums_tile, dv, exists, HEAD_DIM, BLOCK_D)
     else:
-        part_start = (tl.load(part_offsets + list_number) + number - 1) * (2 * BLOCK_SIZE) + offset
-        part = parts + part_start * HEAD_DIM
+        part = parts + ((tl.load(part_offsets + list_number) + number - 1) * (2 * BLOCK_SIZE) + offset) * HEAD_DIM
         part_tile = near_offsets(HEAD_DIM, KEYS, BLOCK_D)
         store_rows(part + part_tile, dk, exists, HEAD_DIM, BLOCK_D)
         store_rows(part + BLOCK_SIZE * HEAD_DIM + part_tile, dv, exists, HEAD_DIM, BLOCK_D)
@@ -248,7 +247,7 @@ def dkdv(
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
-        scale,
+        scale * LOG2_E.value,
         query.shape[0],
         index.g0,
         listed_blocks,

@@ -64,9 +64,9 @@ def _row_deltas_kernel(
 
 
 @triton.jit
-def _dq_step(grad, query, key, value, lse, delta, dq, scale, PRECISION: tl.constexpr, keep=None):
-    """Add one key tile to dq, without the factor scale; ``lse`` and ``scale`` are in base 2."""
-    scores = tl.fma(tl.dot(query, tl.trans(key), input_precision=PRECISION), scale, -lse[:, None])
+def _dq_step(grad, query, key, value, lse, delta, dq, factor, PRECISION: tl.constexpr, keep=None):
+    """Add one key tile to dq, still without the scale; ``lse`` and ``factor``, that of scores, are to base 2."""
+    scores = tl.fma(tl.dot(query, tl.trans(key), input_precision=PRECISION), factor, -lse[:, None])
     probabilities = tl.exp2(scores)
     if keep is not None:
         # After exp2, never before: a hidden score may exceed the log-sum-exp and overflow.
@@ -97,6 +97,7 @@ def _gather_dq_kernel(
     key_stride_h,
     value_stride_t,
     value_stride_h,
+    factor,
     scale,
     num_tokens,
     first_block,
@@ -139,7 +140,7 @@ def _gather_dq_kernel(
     for offset in tl.range(0, BLOCK_SIZE, KEYS, num_stages=STAGES):
         k = load_all(key_tile + tl.cast(offset, tl.int64) * key_stride_t, HEAD_DIM, BLOCK_D)
         v = load_all(value_tile + tl.cast(offset, tl.int64) * value_stride_t, HEAD_DIM, BLOCK_D)
-        dq = _dq_step(g, q, k, v, row_lse, row_delta, dq, scale * LOG2_E, PRECISION)
+        dq = _dq_step(g, q, k, v, row_lse, row_delta, dq, factor, PRECISION)
 
     # The pairs of an item lie side by side.
     partial_rows = partial + first_pair.to(tl.int64) * HEAD_DIM + near_offsets(HEAD_DIM, ROWS, BLOCK_D)
@@ -174,6 +175,7 @@ def _tile_dq_kernel(
     value_stride_h,
     dq_stride_t,
     dq_stride_h,
+    factor,
     scale,
     num_tokens,
     words,
@@ -201,15 +203,14 @@ def _tile_dq_kernel(
     first = block_start + before
     if first >= stop:
         return
-    token = first + tl.arange(0, ROWS)
-    valid = token < stop
-
-    query_tile = query + head.to(tl.int64) * query_stride_h + first.to(tl.int64) * query_stride_t
-    q = load_rows(query_tile + near_offsets(query_stride_t, ROWS, BLOCK_D), valid, HEAD_DIM, BLOCK_D)
-    grad_tile = grad_out + head.to(tl.int64) * grad_stride_h + first.to(tl.int64) * grad_stride_t
-    g = load_rows(grad_tile + near_offsets(grad_stride_t, ROWS, BLOCK_D), valid, HEAD_DIM, BLOCK_D)
-    row_lse = tl.load(lse + head.to(tl.int64) * num_tokens + token, mask=valid, other=0.0) * LOG2_E
-    row_delta = tl.load(delta + head.to(tl.int64) * num_tokens + token, mask=valid, other=0.0)
+    # Rows past the end of the document repeat its last one; they are not stored.
+    token = tl.minimum(first + tl.arange(0, ROWS), stop - 1)
+    query_head = query + head.to(tl.int64) * query_stride_h
+    q = load_all(query_head + tile_offsets(token, query_stride_t, BLOCK_D), HEAD_DIM, BLOCK_D)
+    grad_head = grad_out + head.to(tl.int64) * grad_stride_h
+    g = load_all(grad_head + tile_offsets(token, grad_stride_t, BLOCK_D), HEAD_DIM, BLOCK_D)
+    row_lse = tl.load(lse + head.to(tl.int64) * num_tokens + token) * LOG2_E
+    row_delta = tl.load(delta + head.to(tl.int64) * num_tokens + token)
     kv_head = (head // GROUP).to(tl.int64)
     key_tile = key + kv_head * key_stride_h + near_offsets(key_stride_t, KEYS, BLOCK_D)
     value_tile = value + kv_head * value_stride_h + near_offsets(value_stride_t, KEYS, BLOCK_D)
@@ -222,7 +223,7 @@ def _tile_dq_kernel(
         k = load_rows(key_tile + position * key_stride_t, exists, HEAD_DIM, BLOCK_D)
         v = load_rows(value_tile + position * value_stride_t, exists, HEAD_DIM, BLOCK_D)
         visible = offset + tl.arange(0, KEYS)[None, :] <= before + tl.arange(0, ROWS)[:, None]
-        dq = _dq_step(g, q, k, v, row_lse, row_delta, dq, scale * LOG2_E, PRECISION, keep=visible)
+        dq = _dq_step(g, q, k, v, row_lse, row_delta, dq, factor, PRECISION, keep=visible)
 
     # Union list: block after block, KEYS keys at a time, as one loop that the compiler can pipeline.  One stage more:
     # where the keys lie must be loaded before them.
@@ -231,24 +232,24 @@ def _tile_dq_kernel(
     list_start = tl.load(list_offsets + list_number)
     list_stop = tl.load(list_offsets + list_number + 1)
     document_first = tl.load(firsts + block)
-    document_start = block_start - (block - document_first) * BLOCK_SIZE
     words_of_head = bits + head.to(tl.int64) * words * num_tokens
     for step in tl.range(0, (list_stop - list_start) * STEPS, num_stages=STAGES):
-        history = tl.load(list_blocks + list_start + step // STEPS) - document_first
-        word = tl.load(words_of_head + (history // 32).to(tl.int64) * num_tokens + token, mask=valid, other=0)
+        listed = tl.load(list_blocks + list_start + step // STEPS)
+        history = listed - document_first
+        word = tl.load(words_of_head + (history // 32).to(tl.int64) * num_tokens + token)
         kept = (word >> (history % 32)) & 1 != 0
-        position = (document_start + history * BLOCK_SIZE + step % STEPS * KEYS).to(tl.int64)
+        position = (block_start - (block - listed) * BLOCK_SIZE + step % STEPS * KEYS).to(tl.int64)
         k = load_all(key_tile + position * key_stride_t, HEAD_DIM, BLOCK_D)
         v = load_all(value_tile + position * value_stride_t, HEAD_DIM, BLOCK_D)
         # exp2(score - inf) = 0: one select per row hides the tile, where a mask would take one per score.
         reference = tl.where(kept, row_lse, float("inf"))
-        dq = _dq_step(g, q, k, v, reference, row_delta, dq, scale * LOG2_E, PRECISION)
+        dq = _dq_step(g, q, k, v, reference, row_delta, dq, factor, PRECISION)
     dq *= scale
 
     if HAS_PARTIALS:
-        row = (head * slab_blocks + block - first_block) * BLOCK_SIZE + before + tl.arange(0, ROWS)
-        slot = tl.load(row_offsets + row, mask=valid, other=0)
-        slot_stop = tl.load(row_offsets + row + 1, mask=valid, other=0)
+        row = (head * slab_blocks + block - first_block) * BLOCK_SIZE + token - block_start
+        slot = tl.load(row_offsets + row)
+        slot_stop = tl.load(row_offsets + row + 1)
         pair = tl.load(slots + slot, mask=slot < slot_stop, other=0)
         for _ in range(tl.max(slot_stop - slot, 0)):
             part = load_rows(partial + tile_offsets(pair, HEAD_DIM, BLOCK_D), slot < slot_stop, HEAD_DIM, BLOCK_D)
@@ -257,6 +258,7 @@ def _tile_dq_kernel(
             pair = tl.load(slots + slot, mask=slot < slot_stop, other=0)
             dq += part.to(tl.float32)
     dq_tile = dq_out + head.to(tl.int64) * dq_stride_h + first.to(tl.int64) * dq_stride_t
+    valid = tl.arange(0, ROWS) < stop - first
     store_rows(dq_tile + near_offsets(dq_stride_t, ROWS, BLOCK_D), dq, valid, HEAD_DIM, BLOCK_D)
 
 
@@ -332,6 +334,7 @@ def gather_dq(
         *query.stride()[:2],
         *key.stride()[:2],
         *value.stride()[:2],
+        scale * LOG2_E.value,
         scale,
         num_tokens,
         index.g0,
@@ -410,6 +413,7 @@ def tile_dq(
         *key.stride()[:2],
         *value.stride()[:2],
         *dq.stride()[:2],
+        scale * LOG2_E.value,
         scale,
         num_tokens,
         bits.shape[1],

@@ -105,11 +105,6 @@ def partial_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def max_pairs(dtype: torch.dtype, head_dim: int) -> int:
-    """(row, history block) pairs per slab, so that partial output, log-sum-exp and both index lists fit."""
-    return WORKSPACE_BYTES // (head_dim * partial_dtype(dtype).itemsize + 4 + 8)
-
-
 def dot_precision(device: torch.device) -> str:
     """``input_precision`` of fp32 products: three TF32 products on CUDA, plain fp32 elsewhere (interpreter too)."""
     return "tf32x3" if device.type == "cuda" and torch.version.hip is None else "ieee"
@@ -118,11 +113,11 @@ def dot_precision(device: torch.device) -> str:
 # Tiles of the backward kernels: (most padded head dim, tile) for 2 and for 4 bytes an element.  With 4 warps a program
 # may have 168 registers a thread if three, 255 if two of them are to share an SM; while one waits another computes.
 _GATHER_DQ = {
-    2: ((64, TileConfig(64, 32, 4, 2, 128)), (128, TileConfig(64, 32, 4, 2, 168)), (256, TileConfig(32, 32, 4, 2))),
+    2: ((64, TileConfig(64, 32, 4, 2)), (128, TileConfig(64, 32, 4, 2, 168)), (256, TileConfig(32, 32, 4, 2))),
     4: ((64, TileConfig(32, 32, 4, 2)), (128, TileConfig(16, 32, 4, 2)), (256, TileConfig(16, 16, 4, 2))),
 }
 _TILE_DQ = {
-    2: ((64, TileConfig(64, 32, 4, 3, 128)), (128, TileConfig(64, 32, 4, 3, 168)), (256, TileConfig(32, 32, 4, 3))),
+    2: ((64, TileConfig(64, 32, 4, 3)), (128, TileConfig(64, 32, 4, 3, 168)), (256, TileConfig(32, 32, 4, 3))),
     4: ((64, TileConfig(32, 16, 4, 3)), (128, TileConfig(16, 32, 4, 3)), (256, TileConfig(16, 16, 4, 3))),
 }
 _DKDV = {

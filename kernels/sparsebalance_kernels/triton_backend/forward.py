@@ -169,8 +169,7 @@ def _gather_forward_kernel(
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
             acc, total, highest = _softmax_step(scores, None, v, scale, acc, total, highest, PRECISION)
 
-    # The pairs of an item lie side by side.
-    # Not kept from above, which would take registers from the loop.
+    # The pairs of an item lie side by side.  Computed anew: kept from above, they would take registers from the loop.
     pair = first_pair + tl.arange(0, ROWS)
     valid = pair < first_pair + count
     partial_rows = partial + first_pair.to(tl.int64) * HEAD_DIM + near_offsets(HEAD_DIM, ROWS, BLOCK_D)
@@ -352,24 +351,11 @@ def gather_forward(
     query, key, value = addressable(query), addressable(key), addressable(value)
     partial = torch.empty(num_pairs, head_dim, dtype=partial_dtype(query.dtype), device=query.device)
     partial_lse = torch.empty(num_pairs, dtype=torch.float32, device=query.device)
+    lists = (index.rows, index.block_offsets, items.offsets, items.lists)
     _gather_forward_kernel[(items.lists.numel(),)](
-        query,
-        key,
-        value,
-        table.starts,
-        index.rows,
-        index.block_offsets,
-        items.offsets,
-        items.lists,
-        partial,
-        partial_lse,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        factor,
-        index.g0,
-        index.b1 - index.g0,
-        index.block_offsets.numel() - 1,
+        *(query, key, value, table.starts, *lists, partial, partial_lse),
+        *(stride for tensor in (query, key, value) for stride in tensor.stride()[:2]),
+        *(factor, index.g0, index.b1 - index.g0, index.block_offsets.numel() - 1),
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=table.block_size,
@@ -421,32 +407,11 @@ def tile_forward(
     tiles = tiles_per_block(table.block_size, config.rows)
     query, factor = _positive_scale(query, scale)
     query, key, value = addressable(query), addressable(key), addressable(value)
+    where = (table.starts, table.stops, table.firsts, lists.offsets, lists.blocks)
     _tile_forward_kernel[((b1 - b0) * tiles, num_heads)](
-        query,
-        key,
-        value,
-        bits,
-        table.starts,
-        table.stops,
-        table.firsts,
-        lists.offsets,
-        lists.blocks,
-        partial,
-        partial_lse,
-        slots,
-        row_offsets,
-        out,
-        lse,
-        *query.stride()[:2],
-        *key.stride()[:2],
-        *value.stride()[:2],
-        *out.stride()[:2],
-        factor,
-        num_tokens,
-        bits.shape[1],
-        table.num_blocks * tiles,
-        b0,
-        b1 - b0,
+        *(query, key, value, bits, *where, partial, partial_lse, slots, row_offsets, out, lse),
+        *(stride for tensor in (query, key, value, out) for stride in tensor.stride()[:2]),
+        *(factor, num_tokens, bits.shape[1], table.num_blocks * tiles, b0, b1 - b0),
         GROUP=num_heads // key.shape[1],
         HEAD_DIM=head_dim,
         BLOCK_SIZE=table.block_size,

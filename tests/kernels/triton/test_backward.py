@@ -16,13 +16,14 @@ from sparsebalance_kernels.triton_backend.backward_dkdv import dkdv, finish_dkdv
 from sparsebalance_kernels.triton_backend.backward_dq import gather_dq, row_deltas, tile_dq
 from sparsebalance_kernels.triton_backend.configs import TileConfig
 
-# kv heads, group, head dim, block size
+# kv heads, group, head dim, block size; of many heads shorter documents
+SHORT = (1, 15, 16, 17, 33)
 SHAPES = [
     (2, 1, 64, 16),
-    (1, 5, 80, 16),
-    (1, 6, 32, 16),
-    (1, 7, 64, 16),
-    (1, 8, 32, 16),
+    (1, 5, 80, 16, SHORT),
+    (1, 6, 32, 16, SHORT),
+    (1, 7, 64, 16, SHORT),
+    (1, 8, 32, 16, SHORT),
     (1, 1, 64, 64),
     (1, 2, 96, 32),
     (1, 2, 32, 48),
@@ -91,7 +92,7 @@ def rms(tensor):
 
 
 @pytest.mark.parametrize("gathered", [0.0, 1.0], ids=["tile-mode", "gather-mode"])
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3]], ids=lambda shape: "Hkv{}-G{}-D{}-B{}".format(*shape))
+@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[6]], ids=lambda shape: "Hkv{}-G{}-D{}-B{}".format(*shape))
 def test_half_precision_is_as_good_as_dense(shape, gathered):
     """In fp16 the error of each gradient stays within 3 times that of dense attention in fp16.
 
@@ -151,7 +152,7 @@ def test_slabs_and_split_lists_change_no_bit_of_dq():
 
 def test_keeping_everything_is_dense_attention():
     """With every visible block kept, and lists of several items, the gradients are those of causal attention."""
-    case = make_case(1, 8, 32, 16, lengths=(70, 20), density=1.1)
+    case = make_case(1, 4, 32, 16, lengths=(70, 20), density=1.1)
     found = gradients(case, torch.float32, Options(rows_per_item=100))
     assert_right(case, found)
     leaves = [tensor.clone().requires_grad_() for tensor in case.batch[:3]]
@@ -168,7 +169,7 @@ def test_keeping_everything_is_dense_attention():
 
 def test_more_blocks_than_a_word_has_bits():
     """History block 31, whose bit is a sign bit, and 32, whose bit is in a second word, count like others."""
-    case = make_case(1, 1, 32, 16, lengths=(33 * 16 + 1,), density=0.25, run=16)
+    case = make_case(1, 1, 32, 16, lengths=(33 * 16 + 1,), density=0.1, run=16)
     assert any({31, 32} & set(blocks) for _, blocks in case.rows.values())
     assert_right(case, gradients(case, torch.float32))
 
@@ -267,7 +268,7 @@ def far_apart(tensor):
 
 def test_offsets_beyond_32_bits():
     """Elements further than 2^31 from the start of a tensor are found, by every kernel and in every tensor."""
-    case = make_case(1, 2, 16, 16, lengths=(16 * 17 + 3,), density=0.2)
+    case = make_case(1, 2, 16, 16, lengths=(16 * 16 + 3,), density=0.1)
     found = gradients(case, torch.float16, place=far_apart)
     assert found[0].stride()[:2] == (2**23, 2**31 + 2**22)
     assert_same_bits(found, gradients(case, torch.float16))
@@ -292,15 +293,15 @@ def test_hidden_scores_may_be_huge(gathered):
 @pytest.mark.parametrize("gathered", [0.0, 1.0], ids=["tile-mode", "gather-mode"])
 def test_a_bad_row_stays_alone(poison, gathered):
     """A row whose gradient is NaN or inf leaves the dq of every other row as it is, to the bit."""
-    case = make_case(1, 2, 32, 16, lengths=(83, 40))
+    case = make_case(1, 2, 32, 16, lengths=(50, 17))
     options = Options(gathered=gathered)
     clean, *_ = gradients(case, torch.float32, options)
     grad = case.batch[3].clone()
-    grad[70, 1] = poison
+    grad[40, 1] = poison
     bad = Case(case.lengths, 16, (*case.batch[:3], grad), case.selections)
     dq, *_ = gradients(bad, torch.float32, options)
-    assert not dq[70, 1].isfinite().any()
-    dq[70, 1] = clean[70, 1]
+    assert not dq[40, 1].isfinite().any()
+    dq[40, 1] = clean[40, 1]
     assert_same_bits([dq], [clean])
 
 

@@ -232,13 +232,13 @@ def _tile_dq_kernel(
     list_start = tl.load(list_offsets + list_number)
     list_stop = tl.load(list_offsets + list_number + 1)
     document_first = tl.load(firsts + block)
+    document_start = block_start - (block - document_first) * BLOCK_SIZE
     words_of_head = bits + head.to(tl.int64) * words * num_tokens
     for step in tl.range(0, (list_stop - list_start) * STEPS, num_stages=STAGES):
-        listed = tl.load(list_blocks + list_start + step // STEPS)
-        history = listed - document_first
+        history = tl.load(list_blocks + list_start + step // STEPS) - document_first
         word = tl.load(words_of_head + (history // 32).to(tl.int64) * num_tokens + token)
         kept = (word >> (history % 32)) & 1 != 0
-        position = (block_start - (block - listed) * BLOCK_SIZE + step % STEPS * KEYS).to(tl.int64)
+        position = (document_start + history * BLOCK_SIZE + step % STEPS * KEYS).to(tl.int64)
         k = load_all(key_tile + position * key_stride_t, HEAD_DIM, BLOCK_D)
         v = load_all(value_tile + position * value_stride_t, HEAD_DIM, BLOCK_D)
         # exp2(score - inf) = 0: one select per row hides the tile, where a mask would take one per score.

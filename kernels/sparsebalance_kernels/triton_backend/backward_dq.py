@@ -247,7 +247,9 @@ def _tile_dq_kernel(
     dq *= scale
 
     if HAS_PARTIALS:
-        row = (head * slab_blocks + block - first_block) * BLOCK_SIZE + token - block_start
+        # From the start again: ``token`` would be held in registers through the loops.
+        offset = tl.minimum(tl.arange(0, ROWS), stop - first - 1)
+        row = (head * slab_blocks + block - first_block) * BLOCK_SIZE + before + offset
         slot = tl.load(row_offsets + row)
         slot_stop = tl.load(row_offsets + row + 1)
         pair = tl.load(slots + slot, mask=slot < slot_stop, other=0)

@@ -83,7 +83,7 @@ def select(
 def attend_forward(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, selection: BlockSelection, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output ``[T, H, D]`` in the dtype of ``query`` and fp32 log-sum-exp ``[H, T]``; arguments as in torch_backend."""
+    """Output ``[T, H, D]`` in query's dtype and fp32 log-sum-exp ``[H, T]``; arguments as in torch_backend."""
     num_tokens, num_heads, head_dim = query.shape
     group, size = num_heads // key.shape[1], selection.block_size
     out = torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -115,7 +115,7 @@ def _resources(columns: int) -> tuple[int, int]:
     Up to 512 columns (8 warps) nothing spills on sm_80 and sm_90 and two stages take 33 KB of shared memory; 1024
     columns would take 66 KB, over the 64 KB of gfx942, with two.
     """
-    return {32: (2, 2), 64: (2, 2), 128: (4, 2), 256: (4, 2), 512: (8, 2), 1024: (16, 1)}[columns]
+    return {32: (2, 2), 64: (2, 2), 128: (8, 2), 256: (4, 2), 512: (8, 2), 1024: (16, 1)}[columns]
 
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)

@@ -66,8 +66,8 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-# Bytes that a program may have.  sm_80 has more, but is given the same tiles as sm_86.
-SHARED_LIMITS = {"sm_80": 99 * KIB, "sm_86": 99 * KIB, "sm_90": 227 * KIB, "sm_100": 227 * KIB, "gfx942": 64 * KIB}
+# Bytes that a program may have.  sm_80, sm_90 and sm_100 have more, but two programs are to share one of their SMs.
+SHARED_LIMITS = {name: (99 if gpu.backend == "cuda" else 64) * KIB for name, gpu in TARGETS.items()}
 TENSOR_MEMORY_LIMIT = 512  # columns, Blackwell
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)

@@ -1,8 +1,8 @@
 """Block-sparse attention in plain torch operations, forward and backward, on any device.
 
-Own blocks are batched causal products.  History is key-block-major: items of up to MOST_ROWS rows that keep one key
-block are gathered and multiplied, a batch of items at a time; their partial results (unnormalised output, maximum,
-sum) go to one slot per pair, and an ``embedding_bag`` sums each row's slots.  Nothing of size T x T exists.
+Own blocks are batched causal products.  History is key-block-major: the rows that keep one key block are gathered and
+multiplied, a few such lists at a time; their partial results (unnormalised output, maximum, sum) go to one slot per
+pair, and an ``embedding_bag`` sums each row's slots.  Nothing of size T x T exists.
 
 Workspace: slots of the largest tile * (D + 2) floats, plus inputs in the compute dtype.
 Compute dtype is fp32 (fp64 for fp64 inputs); bf16 and fp16 are converted once per call.  For bf16 inputs on a CPU the
@@ -19,11 +19,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from sparsebalance_kernels.index import HistoryIndex, Tile, document_blocks, history_tiles, index_tile
+from sparsebalance_kernels.index import (
+    SCORES_AT_ONCE,
+    HistoryIndex,
+    Tile,
+    document_blocks,
+    history_tiles,
+    index_tile,
+)
 from sparsebalance_kernels.selection import BlockSelection
-
-# Scores in flight: 2 MiB of fp32 stay in the second-level caches of two cores, where passes over them cost little.
-SCORES_AT_ONCE = 2**19
 
 # Documents of a few tokens each: many of them make one product.
 SHORT_BLOCKS_AT_ONCE = 64
@@ -57,7 +61,7 @@ def attend_forward(
     with _matrix_unit(query):
         for batch in _own_batches(boundaries, selection.block_size, q):
             _own_forward(q, k, v, batch, out, lse)
-        for tile in history_tiles(boundaries, selection.block_size):
+        for tile in reversed(history_tiles(boundaries, selection.block_size)):
             index = index_tile(selection, tile, key.shape[1])
             if index.rows.numel():
                 _history_forward(q, k, v, selection.block_size, tile, index, workspace, out, lse)
@@ -86,7 +90,7 @@ def attend_backward(
     with _matrix_unit(query):
         for batch in _own_batches(boundaries, selection.block_size, q):
             _own_backward(q, k, v, batch, lse, delta, d_out, dq, dk, dv)
-        for tile in history_tiles(boundaries, selection.block_size):
+        for tile in reversed(history_tiles(boundaries, selection.block_size)):
             index = index_tile(selection, tile, num_kv_heads)
             if index.rows.numel():
                 _history_backward(q, k, v, selection.block_size, tile, index, workspace, lse, delta, d_out, dq, dk, dv)
@@ -272,27 +276,6 @@ def _key_blocks(tensor: torch.Tensor, tile: Tile, num_blocks: int, block_size: i
     return seen.unflatten(1, (num_blocks, block_size))
 
 
-def _item_batches(index: HistoryIndex, block_size: int) -> Iterator[tuple[slice, slice]]:
-    """Ranges of items, and of their slots, whose scores stay in the cache."""
-    at_once = max(1, SCORES_AT_ONCE // (block_size * index.rows_per_item))
-    for first in range(0, len(index.lists), at_once):
-        last = min(first + at_once, len(index.lists))
-        yield slice(first, last), slice(first * index.rows_per_item, last * index.rows_per_item)
-
-
-def _lists_of_items(index: HistoryIndex, items: slice) -> tuple[slice, torch.Tensor]:
-    """The range of lists that a range of items belongs to, and where each list's items begin in the range."""
-    first, last = int(index.lists[items.start]), int(index.lists[items.stop - 1])
-    begins = torch.searchsorted(index.lists[items], torch.arange(first, last + 1, device=index.lists.device))
-    return slice(first, last + 1), begins
-
-
-def _sum_items(products: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-    """``[items, B, D]`` -> ``[lists, B, D]``, in order.  ``index_add_`` on rows of this length is 50 times slower."""
-    numbers = torch.arange(len(products), device=products.device)
-    return F.embedding_bag(numbers, products.flatten(1), begins, mode="sum").view(-1, *products.shape[1:])
-
-
 def _history_forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -312,11 +295,11 @@ def _history_forward(
     num_slots = len(index.rows)
     partial = workspace.take("partial", num_slots, dim)
     maximum, total = q.new_empty(num_slots), q.new_empty(num_slots)
-    for items, slots in _item_batches(index, block_size):
-        shape = (items.stop - items.start, index.rows_per_item)
+    for batch in index.batches:
+        slots, shape = batch.slots, (len(batch.lists), batch.rows)
+        lists = torch.tensor(batch.lists, device=q.device)
         queries = workspace.gather("queries", rows, index.rows[slots], *shape, dim)
-        item_keys = workspace.gather("keys", keys, index.lists[items], shape[0], block_size, dim)
-        item_values = workspace.gather("values", values, index.lists[items], shape[0], block_size, dim)
+        item_keys, item_values = keys.index_select(0, lists), values.index_select(0, lists)
         scores = torch.bmm(queries, item_keys.transpose(1, 2), out=workspace.take("scores", *shape, block_size))
         torch.amax(scores, dim=-1, out=maximum[slots].view(shape))
         scores.sub_(maximum[slots].view(*shape, 1)).clamp_min_(LEAST_EXPONENT).exp_()
@@ -326,17 +309,21 @@ def _history_forward(
     own_lse = _rows_of(lse, tile)
     reference = own_lse.scatter_reduce(0, index.rows.long(), maximum, "amax")
     weight = maximum.sub_(reference.index_select(0, index.rows)).exp_()
-    own_weight = (own_lse - reference).exp_()
-    row_total = own_weight.index_add(0, index.rows, total.mul_(weight))
-    own_weight, reference, row_total = own_weight[:-1], reference[:-1], row_total[:-1]
-    history = F.embedding_bag(
-        index.slots,
-        partial,
-        index.row_offsets,
-        mode="sum",
-        per_sample_weights=weight.index_select(0, index.slots),
-        include_last_offset=True,
-    )
+    own_weight, reference = (own_lse - reference).exp_()[:-1], reference[:-1]
+
+    def sum_slots(values: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of each row's slots, by ascending block: an order that no later row can change."""
+        return F.embedding_bag(
+            index.slots,
+            values,
+            index.row_offsets,
+            mode="sum",
+            per_sample_weights=weight.index_select(0, index.slots),
+            include_last_offset=True,
+        )
+
+    row_total = sum_slots(total[:, None]).squeeze(1).add_(own_weight)
+    history = sum_slots(partial)
     rows_of_tile = slice(tile.start, tile.stop)
     history.addcmul_(out[:, rows_of_tile].reshape(-1, dim), own_weight[:, None]).div_(row_total[:, None])
     out[:, rows_of_tile] = history.view_as(out[:, rows_of_tile])
@@ -366,21 +353,22 @@ def _history_backward(
     values = _key_blocks(v, tile, index.num_blocks, block_size).flatten(0, 1)
     d_keys, d_values = torch.zeros_like(keys), torch.zeros_like(values)
     partial = workspace.take("partial", len(index.rows), dim)
-    for items, slots in _item_batches(index, block_size):
-        shape = (items.stop - items.start, index.rows_per_item)
-        row, block = index.rows[slots], index.lists[items]
+    for batch in index.batches:
+        slots, shape = batch.slots, (len(batch.lists), batch.rows)
+        row, lists = index.rows[slots], torch.tensor(batch.lists, device=q.device)
         queries = workspace.gather("queries", rows, row, *shape, dim)
         grads = workspace.gather("grads", grad_rows, row, *shape, dim)
-        item_keys = workspace.gather("keys", keys, block, shape[0], block_size, dim)
-        item_values = workspace.gather("values", values, block, shape[0], block_size, dim)
+        item_keys, item_values = keys.index_select(0, lists), values.index_select(0, lists)
         row_lse, row_delta = lse_rows.index_select(0, row), delta_rows.index_select(0, row)
         scores = torch.bmm(queries, item_keys.transpose(1, 2), out=workspace.take("scores", *shape, block_size))
         scores.sub_(row_lse.view(*shape, 1)).clamp_min_(LEAST_EXPONENT).exp_()
         d_scores = torch.bmm(grads, item_values.transpose(1, 2), out=workspace.take("d_scores", *shape, block_size))
         d_scores.sub_(row_delta.view(*shape, 1)).mul_(scores)
-        touched, bags = _lists_of_items(index, items)
-        d_values[touched] += _sum_items(torch.bmm(scores.transpose(1, 2), grads), bags)
-        d_keys[touched] += _sum_items(torch.bmm(d_scores.transpose(1, 2), queries), bags)
+        # One by one: index_add_ takes 50 times as long on rows of this length.
+        products = torch.bmm(scores.transpose(1, 2), grads), torch.bmm(d_scores.transpose(1, 2), queries)
+        for number, d_value, d_key in zip(batch.lists, *products, strict=True):
+            d_values[number].add_(d_value)
+            d_keys[number].add_(d_key)
         torch.bmm(d_scores, item_keys, out=partial[slots].view(*shape, dim))
     history = F.embedding_bag(index.slots, partial, index.row_offsets, mode="sum", include_last_offset=True)
     dq[:, tile.start : tile.stop] += history.view_as(dq[:, tile.start : tile.stop])

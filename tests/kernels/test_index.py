@@ -28,13 +28,34 @@ def kept_pairs(selection, tile, heads, kv_heads):
     return pairs
 
 
+def check_batches(found, scores):
+    """The list of every slot; batches follow each other, are even or single, and hold at most ``scores`` scores."""
+    list_of_slot = []
+    for batch in found.batches:
+        count, end = len(batch.lists), len(list_of_slot)
+        assert batch.rows >= 16 and (count == 1 or count % 2 == 0)
+        assert batch.slots == slice(end, end + count * batch.rows)
+        assert count * batch.rows * 16 <= max(scores, 16 * 16)
+        list_of_slot += [number for number in batch.lists for _ in range(batch.rows)]
+    assert len(list_of_slot) == len(found.rows)
+    return list_of_slot
+
+
+@pytest.mark.parametrize("count", [*range(1, 70), 1000, 1024, 1025, 2047, 2048, 14336])
+def test_items_are_filled_up_by_a_sixteenth_at_most(count):
+    """An item has room for its list and wastes at most a sixteenth of it, or 15 rows."""
+    one = torch.tensor([count])
+    rows = int(index._item_rows(one, torch.ones_like(one)))
+    assert rows % 16 == 0 and 0 <= rows - count <= max(15, count / 16)
+
+
 @pytest.mark.parametrize("tile_tokens", [24, 4096])
-@pytest.mark.parametrize("most_rows", [16, 512])
+@pytest.mark.parametrize("scores", [1, 2**10, 2**19])
 @pytest.mark.parametrize("options", [{"top_p": 0.5}, {"top_k": 1}, {"top_k": 3}, {"top_p": 1.0}])
-def test_both_directions_hold_the_kept_pairs(monkeypatch, tile_tokens, most_rows, options):
+def test_both_directions_hold_the_kept_pairs(monkeypatch, tile_tokens, scores, options):
     """Every kept pair has one slot, in its block's list and in its row's slots, both ascending; the rest is empty."""
     monkeypatch.setattr(index, "TILE_TOKENS", tile_tokens)
-    monkeypatch.setattr(index, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(index, "SCORES_AT_ONCE", scores)
     query, key, _, _ = oracle.grid_batch(LENGTHS, block_size=16, kv_heads=2, group=3, seed=3)
     selection = harness.select(query.float(), key.float(), LENGTHS, 16, **options)
     for tile in history_tiles(selection.cu_seqlens.tolist(), 16):
@@ -42,10 +63,9 @@ def test_both_directions_hold_the_kept_pairs(monkeypatch, tile_tokens, most_rows
         pairs = kept_pairs(selection, tile, 6, 2)
         num_rows = (tile.stop - tile.start) * 6
         assert found.rows.dtype == found.slots.dtype == found.row_offsets.dtype == torch.int32
-        per_item = found.rows_per_item
-        assert len(found.rows) == per_item * len(found.lists) and 16 <= per_item <= most_rows
+        list_of_slot = check_batches(found, scores)
         assert found.row_offsets.tolist() == [sum(p[0] < row for p in pairs) for row in range(num_rows + 1)]
-        lists = [int(found.lists[slot // per_item]) for slot in found.slots.tolist()]
+        lists = [list_of_slot[slot] for slot in found.slots.tolist()]
         rows = [int(found.rows[slot]) for slot in found.slots.tolist()]
         in_slots = [(row, *divmod(which, found.num_blocks)) for row, which in zip(rows, lists, strict=True)]
         assert in_slots == pairs
@@ -53,8 +73,9 @@ def test_both_directions_hold_the_kept_pairs(monkeypatch, tile_tokens, most_rows
         filled = set(found.slots.tolist())
         assert all(int(row) == num_rows for slot, row in enumerate(found.rows) if slot not in filled)
         by_block = sorted((kv_head * found.num_blocks + block, row) for row, kv_head, block in pairs)
-        real = [slot for slot in range(len(found.rows)) if slot in filled]
-        assert [(int(found.lists[slot // per_item]), int(found.rows[slot])) for slot in real] == by_block
+        # Stable: slots of one list are ascending rows.
+        real = sorted(filled, key=lambda slot: (list_of_slot[slot], slot))
+        assert [(list_of_slot[slot], int(found.rows[slot])) for slot in real] == by_block
 
 
 def test_tiles_cover_every_token_with_history_once(monkeypatch):

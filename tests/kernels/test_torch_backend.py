@@ -182,7 +182,8 @@ def test_more_than_64_blocks(monkeypatch):
     """Documents of 150 blocks, more own blocks than one batch of them holds, equal masked dense attention."""
     lengths = (600, 3)
     batch = batch_of(lengths, 4, 1, 1, 16)
-    monkeypatch.setattr(torch_backend, "SCORES_AT_ONCE", 64 * 16)
+    for module in (index, torch_backend):
+        monkeypatch.setattr(module, "SCORES_AT_ONCE", 64 * 16)
     found = harness.run(*batch, lengths, top_k=70, block_size=4)
     assert_equals_oracle(found, batch, lengths, 4, {"top_k": 70})
 
@@ -192,7 +193,7 @@ def test_more_than_64_blocks(monkeypatch):
 def test_tile_sizes_change_rounding_only(monkeypatch, name, tile, slab, scores):
     """How tokens are cut into tiles and own blocks into batches changes no result beyond rounding."""
     monkeypatch.setattr(index, "TILE_TOKENS", tile)
-    monkeypatch.setattr(index, "MOST_ROWS", 16)
+    monkeypatch.setattr(index, "SCORES_AT_ONCE", scores)
     monkeypatch.setattr(selector, "SELECT_TOKENS", slab)
     monkeypatch.setattr(torch_backend, "SCORES_AT_ONCE", scores)
     found = harness.run(*batch_of(), LENGTHS, block_size=16, **BUDGETS[name])

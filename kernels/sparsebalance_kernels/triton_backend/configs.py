@@ -67,11 +67,9 @@ def query_tile(dtype: torch.dtype, head_dim: int, block_size: int) -> int:
     return tile_forward_config(dtype, head_dim, block_size).rows
 
 
-def tile_forward_config(dtype: torch.dtype, head_dim: int, block_size: int, hopper: bool = False) -> TileConfig:
+def tile_forward_config(dtype: torch.dtype, head_dim: int, block_size: int) -> TileConfig:
     """Tiles of forward.tile_forward; ``keys`` divides ``rows``, which divides the block."""
     most = _entry(_TILE_FORWARD, dtype, head_dim)
-    if hopper and dtype.itemsize == 2 and padded_head_dim(head_dim) == 128:
-        most = replace(most, keys=64)
     rows = largest_tile(block_size, most.rows)
     if rows < most.rows:
         warps = max(2, most.num_warps * rows // most.rows)

@@ -397,7 +397,7 @@ def tile_forward(
         config: other tiles than the table's.
     """
     num_tokens, num_heads, head_dim = query.shape
-    config = config or tile_forward_config(query.dtype, head_dim, table.block_size, is_hopper(query.device))
+    config = config or tile_forward_config(query.dtype, head_dim, table.block_size)
     assert lists.rows == config.rows, f"lists of tiles of {lists.rows} rows, the kernel takes {config.rows}"
     assert out.shape == query.shape and addressable(out) is out
     assert bits.is_contiguous() and lse.is_contiguous()

@@ -35,7 +35,7 @@ test-fast: install
 
 # A process of its own: Triton decides when a kernel is decorated whether it is interpreted or compiled.
 test-kernels: install
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/triton_backend
 
 kernels-compile: install
 	$(BIN)/python evaluation/compile_kernels.py

@@ -14,7 +14,7 @@ import torch
 from sparsebalance_kernels import selector
 from sparsebalance_kernels.selection import BlockSelection, Budget, StatsSums, count_bits
 from sparsebalance_kernels.triton_backend import configs
-from sparsebalance_kernels.triton_backend.backward_dkdv import DKDV_ROWS_PER_ITEM, dkdv, finish_dkdv
+from sparsebalance_kernels.triton_backend.backward_dkdv import dkdv, finish_dkdv
 from sparsebalance_kernels.triton_backend.backward_dq import gather_dq, row_deltas, tile_dq
 from sparsebalance_kernels.triton_backend.forward import addressable, gather_forward, tile_forward
 from sparsebalance_kernels.triton_backend.indexing import (
@@ -90,6 +90,8 @@ def attend_forward(
     lse = torch.empty(num_heads, num_tokens, dtype=torch.float32, device=query.device)
     if not num_tokens:
         return out, lse
+    # Here, or every slab would copy.
+    query, key, value = (addressable(tensor) for tensor in (query, key, value))
     bits = selection.bits.contiguous()
     table = block_table(selection.cu_seqlens, size, num_tokens)
     lists = tile_lists(bits, table, configs.query_tile(query.dtype, head_dim, size))
@@ -142,12 +144,13 @@ def attend_backward(
             gathered = (index, gather_dq(*rows, table, index, items, scale))
         tile_dq(*rows, bits, table, lists, scale, dq, b0=b0, b1=b1, gathered=gathered)
 
-    # A list's items beyond the first write their sums to memory: 2 * B * D numbers for DKDV_ROWS_PER_ITEM pairs.
-    bytes_per_pair = 4 + 8 * size * head_dim // DKDV_ROWS_PER_ITEM
+    # A list's items beyond the first write their sums to memory: 2 * B * D numbers for so many pairs.
+    rows_per_item = configs.dkdv_rows_per_item(sum(all_pairs))
+    bytes_per_pair = 4 + 8 * size * head_dim // rows_per_item
     for b0, b1 in _slabs(all_pairs, bytes_per_pair, table, num_heads):
         num_pairs = sum(all_pairs[b0:b1])
         index = gather_index(bits, table, b0, b1, num_pairs=num_pairs, group=group, include_own=True)
-        items = item_table(index.block_offsets, DKDV_ROWS_PER_ITEM, num_pairs)
+        items = item_table(index.block_offsets, rows_per_item, num_pairs)
         dkdv(*rows, table, index, items, scale, dk_sums, dv_sums)
     return dq, *finish_dkdv(dk_sums, dv_sums, scale, key.dtype)
 

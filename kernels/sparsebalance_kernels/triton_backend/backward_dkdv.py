@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 
 from sparsebalance_kernels.triton_backend.configs import (
-    DKDV_ROWS_PER_ITEM,
     TileConfig,
     dkdv_config,
     dot_precision,
@@ -178,7 +177,7 @@ def _add_parts_kernel(
     store_rows(dv_sums + sums_start + sums_tile, dv, exists, HEAD_DIM, BLOCK_D)
 
 
-def most_parts(num_pairs: int, rows_per_item: int = DKDV_ROWS_PER_ITEM) -> int:
+def most_parts(num_pairs: int, rows_per_item: int) -> int:
     """Most items beside each list's first one: lists of n pairs have (n - 1) // rows_per_item of them."""
     return num_pairs // rows_per_item
 
@@ -207,7 +206,7 @@ def dkdv(
         grad_out, query: ``[T, H, D]``; key, value: ``[T, Hkv, D]``; last stride 1.
         lse: fp32 ``[H, T]``, natural log-sum-exp over all keys of the row; delta: fp32 ``[H, T]``, ``row_deltas``.
         index: all pairs of the slab's rows, own blocks included.
-        items: pieces of ``DKDV_ROWS_PER_ITEM`` pairs (any number is right; it decides the order of summation).
+        items: pieces of ``dkdv_rows_per_item`` pairs (any number is right; it decides the order of summation).
         scale: factor of the scores.
         dk_sums, dv_sums: fp32 ``[T, Hkv, D]``, contiguous, zero before the first slab; see :func:`finish_dkdv`.
         config: tiles other than those of ``dkdv_config``.

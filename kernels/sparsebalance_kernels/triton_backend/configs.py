@@ -125,10 +125,6 @@ _DKDV = {
 # Hopper multiplies 64 x 64 from shared memory at full speed, 64 x 32 not; two programs still share an SM.
 _DKDV_SM90 = TileConfig(64, 64, 4, 3)
 
-# Pairs of one item of dK and dV: reading 1024 rows outweighs writing the item's sums, and no list, however long, keeps
-# the other processors waiting.
-DKDV_ROWS_PER_ITEM = 1024
-
 
 def gather_dq_config(dtype: torch.dtype, head_dim: int, block_size: int) -> TileConfig:
     """Tiles of backward_dq.gather_dq; ``rows`` is the most pairs of a list that one item covers."""
@@ -153,6 +149,15 @@ def dkdv_config(dtype: torch.dtype, head_dim: int, block_size: int, sm90: bool =
     if sm90 and dtype.itemsize == 2 and head_dim <= 128 and keys >= 64:
         return _DKDV_SM90
     return replace(most, keys=keys)
+
+
+def dkdv_rows_per_item(num_pairs: int) -> int:
+    """Pairs of one item of dK and dV, of a call with so many: pieces of long lists share out what one would do alone.
+
+    Reading 1024 rows outweighs writing the item's sums.  Where there are thousands of items anyway, larger ones leave
+    fewer sums to keep, and so fewer slabs: at density 1 and 128K tokens of 28 heads 130 instead of 470.
+    """
+    return 1024 if num_pairs < 2**25 else 4096
 
 
 def is_sm90(device: torch.device) -> bool:

@@ -290,7 +290,7 @@ def test_any_finite_scale(scale):
 def test_tiles_divide_blocks(dtype, block_size):
     """Keys divide rows, rows divide the block, and neither is below what a tensor-core product takes."""
     for dim, hopper in itertools.product((16, 32, 64, 80, 96, 128, 192, 256), (False, True)):
-        tile = configs.tile_forward_config(dtype, dim, block_size, hopper)
+        tile = configs.tile_forward_config(dtype, dim, block_size)
         gather = configs.gather_forward_config(dtype, dim, block_size, hopper)
         assert block_size % tile.rows == 0 and tile.rows % tile.keys == 0 and tile.keys >= configs.LEAST_TILE
         assert block_size % gather.keys == 0 and gather.keys >= configs.LEAST_TILE

@@ -12,8 +12,7 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# With tests/kernels on the path this very folder is a namespace package `triton`: ask for a module of the real one.
-if find_spec("triton.language") is None:
+if find_spec("triton") is None:
     collect_ignore_glob = ["test_*.py"]
 
 
@@ -21,7 +20,9 @@ def pytest_collection_modifyitems(items):
     """Skip what lies in this folder unless kernels are interpreted."""
     if INTERPRETED:
         return
-    skip = pytest.mark.skip(reason="interprets Triton kernels: run `TRITON_INTERPRET=1 pytest tests/kernels/triton`")
+    skip = pytest.mark.skip(
+        reason="interprets Triton kernels: run `TRITON_INTERPRET=1 pytest tests/kernels/triton_backend`"
+    )
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(skip)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparsebalance_kernels.selection import WORD, BlockSelection, unpack_bits
+from sparsebalance_kernels.selection import WORD, BlockSelection, count_bits, unpack_bits
 
 # Bounds the workspace: 2048 tokens of 14 heads that keep 10 of 128 blocks hold 73 MB of partial outputs.
 TILE_TOKENS = 2048
@@ -109,11 +109,14 @@ def index_tile(selection: BlockSelection, tile: Tile, num_kv_heads: int) -> Hist
     by_row = words.unflatten(0, (num_kv_heads, -1)).permute(0, 3, 1, 2)
     kept = unpack_bits(by_row).flatten(0, 2)
     num_rows, width = kept.shape
+    device, num_lists = kept.device, num_kv_heads * num_blocks
     pair = kept.flatten().nonzero().squeeze(1)
-    row = pair // width
-    list_of_pair = pair - row * width + row // (num_rows // num_kv_heads) * num_blocks
+    counts_of_rows = count_bits(by_row).sum(-1).flatten()
+    numbers = torch.arange(num_rows, device=device)
+    row = numbers.repeat_interleave(counts_of_rows, output_size=len(pair))
+    first_list = numbers // (num_rows // num_kv_heads) * num_blocks - numbers * width
+    list_of_pair = pair.add_(first_list.index_select(0, row))
 
-    num_lists = num_kv_heads * num_blocks
     counts = torch.bincount(list_of_pair, minlength=num_lists)
     most_rows = max(LEAST_ROWS, SCORES_AT_ONCE // (2 * selection.block_size))
     items = (counts + most_rows - 1) // most_rows
@@ -126,14 +129,14 @@ def index_tile(selection: BlockSelection, tile: Tile, num_kv_heads: int) -> Hist
     # A stable sort of 16-bit integers is a radix sort: 5 ns a pair.
     key = list_of_pair.short() if num_lists <= torch.iinfo(torch.int16).max else list_of_pair
     list_by_block, order = torch.sort(key, stable=True)
-    slot = torch.arange(pair.numel(), device=pair.device) + shift.index_select(0, list_by_block.int())
+    slot = torch.arange(pair.numel(), device=device) + shift.index_select(0, list_by_block.int())
 
-    rows = torch.full((int(slots_of_list.sum()),), num_rows, dtype=torch.int32, device=pair.device)
+    rows = torch.full((int(slots_of_list.sum()),), num_rows, dtype=torch.int32, device=device)
     rows[slot] = row.int().index_select(0, order)
-    slots = torch.empty(pair.numel(), dtype=torch.int32, device=pair.device)
+    slots = torch.empty(pair.numel(), dtype=torch.int32, device=device)
     slots[order] = slot.int()
-    row_offsets = torch.zeros(num_rows + 1, dtype=torch.int32, device=pair.device)
-    row_offsets[1:] = torch.bincount(row, minlength=num_rows).cumsum(0)
+    row_offsets = torch.zeros(num_rows + 1, dtype=torch.int32, device=device)
+    row_offsets[1:] = counts_of_rows.cumsum(0)
     lists = torch.repeat_interleave(by_length, items.index_select(0, by_length))
     batches = _batches(lists.tolist(), length.index_select(0, lists).tolist(), selection.block_size)
     return HistoryIndex(rows, batches, slots, row_offsets, num_blocks)

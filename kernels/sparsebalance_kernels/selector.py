@@ -69,17 +69,18 @@ def select_blocks(
             blocks = (end - 1 - first) // budget.block_size
             scores = _scores(query[start:end], pooled[:blocks], scale)
             packed = pack_bits(_keep_rows(scores, start - first, document, budget, stats))
-            bits[:, : packed.shape[-1], start:end] = packed.permute(1, 2, 0)
+            bits[:, : packed.shape[-1], start:end] = packed.permute(0, 2, 3, 1).flatten(0, 1)
     return bits
 
 
 def _scores(query: torch.Tensor, pooled: torch.Tensor, scale: float) -> torch.Tensor:
-    """fp32 gate scores ``[S, H, blocks]``, NaN as -inf; query ``[S, H, D]``, pooled ``[blocks, Hkv, D]``."""
-    num_kv_heads = pooled.shape[1]
-    grouped = query.float().unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2) * scale
-    scores = torch.bmm(grouped, pooled.permute(1, 2, 0))
+    """fp32 gate scores ``[Hkv, S, G, blocks]``, NaN as -inf; query ``[S, H, D]``, pooled ``[blocks, Hkv, D]``."""
+    num_tokens, num_kv_heads = query.shape[0], pooled.shape[1]
+    grouped = query.float().unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
+    scores = torch.bmm(grouped, pooled.permute(1, 2, 0) * scale)
     scores = scores.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-    return scores.unflatten(1, (query.shape[0], -1)).transpose(0, 1).flatten(1, 2)
+    # As they lie: another order of the dimensions would copy what is half of a short document's routing.
+    return scores.unflatten(1, (num_tokens, -1))
 
 
 def estimate_curve(
@@ -111,7 +112,7 @@ def estimate_curve(
 def _keep_rows(
     scores: torch.Tensor, position: int, document: int, budget: Budget, stats: StatsSums | None
 ) -> torch.Tensor:
-    """Apply the budget to one slab of scores ``[S, H, blocks]``, of tokens from document position ``position`` on."""
+    """Apply the budget to one slab of :func:`_scores`, of tokens from document position ``position`` on."""
     order, ranked, count, visible, hidden = _rank_rows(scores, position, document, budget, stats)
     last = ranked.gather(-1, (count - 1).clamp(min=0)[..., None])
     # NaN is below nothing: rows that keep no block.
@@ -119,7 +120,7 @@ def _keep_rows(
     following = ranked.gather(-1, count.clamp(max=ranked.shape[-1] - 1)[..., None])
     tied = ((following == last).squeeze(-1) & (count > 0) & (count < visible)).nonzero(as_tuple=True)
     if tied[0].numel():
-        keep[tied] = _break_ties(order[tied], last[tied], count[tied], hidden[tied[0], 0])
+        keep[tied] = _break_ties(order[tied], last[tied], count[tied], hidden[tied[1], 0])
     seen_by_all = position // budget.block_size
     keep[..., seen_by_all:].logical_and_(~hidden[..., seen_by_all:])
     return keep
@@ -129,13 +130,13 @@ def _rank_rows(
     scores: torch.Tensor, position: int, document: int, budget: Budget, stats: StatsSums | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What decides each row: the values that order its blocks, these sorted, how many are kept, visible, hidden."""
-    num_tokens, num_heads, blocks = scores.shape
+    num_tokens, blocks = scores.shape[1], scores.shape[3]
     visible = torch.arange(position, position + num_tokens, device=scores.device) // budget.block_size
     number = torch.arange(blocks, device=scores.device)
     hidden = (number >= visible[:, None])[:, None, :]
     seen_by_all = position // budget.block_size
     scores[..., seen_by_all:].masked_fill_(hidden[..., seen_by_all:], -math.inf)
-    visible = visible[:, None].expand(num_tokens, num_heads)
+    visible = visible[:, None].expand(scores.shape[:-1])
     if budget.sink_blocks:
         sinks = min(budget.sink_blocks, blocks)
         order = scores.clone()
@@ -208,9 +209,9 @@ def _add_stats(
     if stats.top_k:
         grid = torch.tensor([k - 1 for k in CURVE_TOP_K], device=count.device).expand(*count.shape, -1)
         at = _clamp_count(grid, visible[..., None], budget)
-        curve = (covered.gather(-1, at) * with_history[..., None]).sum((0, 1), dtype=torch.float64)
+        curve = (covered.gather(-1, at) * with_history[..., None]).sum((0, 1, 2), dtype=torch.float64)
     else:
         at = _blocks_within(mass, mass.new_tensor(CURVE_TOP_P))
         at[..., -1] = visible
-        curve = _clamp_count(at, visible[..., None], budget).sum((0, 1), dtype=torch.float64)
+        curve = _clamp_count(at, visible[..., None], budget).sum((0, 1, 2), dtype=torch.float64)
     stats.curve = stats.curve.to(curve.device) + curve

@@ -85,6 +85,20 @@ def test_another_budget_compiles_nothing():
     assert len({loss.item() for loss in losses}) == 3
 
 
+def test_sizes_and_scales_may_be_symbols():
+    """With dynamic=True one graph serves other lengths, budgets and scales, with the results of the eager operator."""
+
+    def attend(query, key, value, starts, top_p, scale):
+        return block_sparse_attention(query, key, value, cu_seqlens=starts, top_p=top_p, block_size=16, scale=scale)
+
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    for length, top_p, scale in ((200, 0.5, 0.2), (150, 0.3, 0.3), (170, 0.8, 0.25)):
+        query, key, value = (torch.randn(length, heads, 32, generator=generator) for heads in (4, 2, 2))
+        given = query, key, value, torch.tensor([0, 30, length]), torch.tensor(top_p), scale
+        assert torch.equal(compiled(*given), attend(*given))
+
+
 def test_statistics_leave_a_compiled_graph():
     """A collector passed to a compiled model holds what the eager model's holds."""
     model = model_of()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from sparsebalance_kernels import ops
 from sparsebalance_kernels.checks import (
+    check_block_size,
     check_boundaries,
     check_budget,
     check_options,
@@ -148,12 +149,14 @@ def attend(
         ValueError: naming the argument, for shapes, dtypes or devices that do not fit.
     """
     check_tensors(query, key, value)
+    check_block_size(selection.block_size)
     boundaries = check_boundaries(selection.cu_seqlens, query.shape[0])
     bits, words = selection.bits, words_for(boundaries, selection.block_size)
-    if bits.dtype != torch.int32 or bits.shape[0::2] != (query.shape[1], query.shape[0]) or bits.shape[1] < words:
+    shape_fits = bits.ndim == 3 and bits.shape[0::2] == (query.shape[1], query.shape[0]) and bits.shape[1] >= words
+    if bits.dtype != torch.int32 or bits.device != query.device or not shape_fits:
         raise ValueError(
             f"selection.bits must be int32 [{query.shape[1]} heads, at least {words} words, {query.shape[0]} tokens], "
-            f"got {bits.dtype} {tuple(bits.shape)}"
+            f"on {query.device}, got {bits.dtype} {tuple(bits.shape)} on {bits.device}"
         )
     backend = half_backend(backend, query, selection.block_size)
     given = (bits, selection.cu_seqlens, selection.block_size)

@@ -14,13 +14,15 @@ from sparsebalance_kernels.selection import Budget
 BACKENDS = ("auto", "torch", "triton", "reference")
 TRITON_BLOCK_SIZES = (16, 32, 64, 128, 256, 512)
 TRITON_MOST_HEAD_DIM = 256
+MOST_BLOCKS = 2**31  # numbers of blocks and tokens are int32 on the way
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def score_scale(query: torch.Tensor, scale: float | None) -> float:
     """The factor of the scores: ``D ** -0.5`` unless given, and finite."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if not math.isfinite(scale):
+    # Under torch.compile the value may be a symbol, which has no isfinite; values go unchecked there.
+    if not torch.compiler.is_compiling() and not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     return scale
 
@@ -76,6 +78,8 @@ def check_tensors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -
             f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be [tokens, kv_heads, head_dim] with "
             f"the tokens and head_dim of query {tuple(query.shape)}"
         )
+    if 0 in query.shape[1:]:
+        raise ValueError(f"query needs at least one head and a head_dim of at least 1, got shape {tuple(query.shape)}")
     if key.shape[1] == 0 or query.shape[1] % key.shape[1]:
         raise ValueError(f"query heads ({query.shape[1]}) must be a multiple of key heads ({key.shape[1]})")
 
@@ -91,18 +95,28 @@ def check_options(
     """Raise ValueError for options that are wrong whatever the tensors hold."""
     if (top_p is None) == (top_k is None):
         raise ValueError("give exactly one of top_p and top_k")
-    if not isinstance(block_size, int) or block_size < 1:
-        raise ValueError(f"block_size must be a whole number of at least 1, got {block_size}")
-    if min_blocks < 0 or sink_blocks < 0:
-        raise ValueError(f"min_blocks and sink_blocks must not be negative, got {min_blocks} and {sink_blocks}")
+    check_block_size(block_size)
+    for name, number in (("min_blocks", min_blocks), ("sink_blocks", sink_blocks), ("max_blocks", max_blocks)):
+        if number is None and name == "max_blocks":
+            continue
+        if not isinstance(number, int) or not 0 <= number < MOST_BLOCKS:
+            raise ValueError(f"{name} must be a whole number from 0 to 2**31 - 1, got {number!r}")
     if max_blocks is not None and max_blocks < max(min_blocks, sink_blocks):
         raise ValueError(
             f"max_blocks ({max_blocks}) is below min_blocks ({min_blocks}) or sink_blocks ({sink_blocks})"
         )
 
 
+def check_block_size(block_size: int) -> None:
+    """Raise ValueError unless it is a whole number above 0."""
+    if not isinstance(block_size, int) or not 1 <= block_size < MOST_BLOCKS:
+        raise ValueError(f"block_size must be a whole number from 1 to 2**31 - 1, got {block_size!r}")
+
+
 def check_boundaries(cu_seqlens: torch.Tensor, num_tokens: int) -> list[int]:
     """Document starts as host integers; ValueError unless they rise from 0 to ``num_tokens``."""
+    if not isinstance(cu_seqlens, torch.Tensor):
+        raise ValueError(f"cu_seqlens must be an int32 or int64 tensor [documents + 1], got {cu_seqlens!r}")
     if cu_seqlens.ndim != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.numel() == 0:
         raise ValueError(
             f"cu_seqlens must be int32 or int64 [documents + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
@@ -118,6 +132,8 @@ def check_boundaries(cu_seqlens: torch.Tensor, num_tokens: int) -> list[int]:
 
 def _per_document(value: float | int | torch.Tensor, num_documents: int, name: str) -> list[float]:
     if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (int, float)):
+            raise ValueError(f"{name} must be a number, or a tensor with one per document, got {value!r}")
         return [value] * num_documents
     if value.ndim == 0:
         return [value.item()] * num_documents
@@ -147,5 +163,5 @@ def check_budget(
         numbers = _per_document(top_k, num_documents, "top_k")
         if not all(k >= 1 and float(k).is_integer() for k in numbers):
             raise ValueError(f"top_k must be a whole number of at least 1 (the own block), got {numbers[:8]}")
-        counts = tuple(int(k) for k in numbers)
+        counts = tuple(min(int(k), MOST_BLOCKS - 1) for k in numbers)
     return Budget(block_size, probabilities, counts, min_blocks, max_blocks, sink_blocks)

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from sparsebalance_kernels.precision import cpu_matmul_precision
 from sparsebalance_kernels.selection import CURVE_TOP_K, CURVE_TOP_P, Budget, StatsSums, pack_bits, visible_blocks
 
 # 512 query tokens keep a slab of scores in the cache (14 heads, 128 blocks: 3.7 MB); more only adds memory traffic.
@@ -74,11 +75,14 @@ def select_blocks(
 
 
 def _scores(query: torch.Tensor, pooled: torch.Tensor, scale: float) -> torch.Tensor:
-    """fp32 gate scores ``[Hkv, S, G, blocks]``, NaN as -inf; query ``[S, H, D]``, pooled ``[blocks, Hkv, D]``."""
+    """fp32 gate scores ``[Hkv, S, G, blocks]``, all finite; query ``[S, H, D]``, pooled ``[blocks, Hkv, D]``."""
     num_tokens, num_kv_heads = query.shape[0], pooled.shape[1]
     grouped = query.float().unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
-    scores = torch.bmm(grouped, pooled.permute(1, 2, 0) * scale)
-    scores = scores.nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    # Whatever the process allows elsewhere: the gate's scores are fp32 by definition.
+    with cpu_matmul_precision("ieee" if query.device.type == "cpu" else None):
+        scores = torch.bmm(grouped, pooled.permute(1, 2, 0) * scale)
+    # Finite all of them: a row that is not a number would make the statistics of all rows one.
+    scores = scores.nan_to_num_(nan=torch.finfo(torch.float32).min)
     # As they lie: another order of the dimensions would copy what is half of a short document's routing.
     return scores.unflatten(1, (num_tokens, -1))
 

@@ -12,8 +12,6 @@ products may use its bf16 matrix unit: their operands are rounded to bf16, sums 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +25,7 @@ from sparsebalance_kernels.index import (
     history_tiles,
     index_tile,
 )
+from sparsebalance_kernels.precision import cpu_matmul_precision
 from sparsebalance_kernels.selection import BlockSelection
 
 # Documents of a few tokens each: many of them make one product.
@@ -58,7 +57,7 @@ def attend_forward(
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
 
     workspace = _Workspace(q)
-    with _matrix_unit(query):
+    with cpu_matmul_precision(_precision(query)):
         for batch in _own_batches(boundaries, selection.block_size, q):
             _own_forward(q, k, v, batch, out, lse)
         for tile in reversed(history_tiles(boundaries, selection.block_size)):
@@ -87,7 +86,7 @@ def attend_backward(
     lse = lse.unflatten(0, (num_kv_heads, -1)).transpose(1, 2).contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     workspace = _Workspace(q)
-    with _matrix_unit(query):
+    with cpu_matmul_precision(_precision(query)):
         for batch in _own_batches(boundaries, selection.block_size, q):
             _own_backward(q, k, v, batch, lse, delta, d_out, dq, dk, dv)
         for tile in reversed(history_tiles(boundaries, selection.block_size)):
@@ -105,22 +104,13 @@ def _by_kv_head(tensor: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return torch.empty(by_head.shape, dtype=dtype, device=tensor.device).copy_(by_head)
 
 
-@contextmanager
-def _matrix_unit(query: torch.Tensor) -> Iterator[None]:
-    """For bf16 inputs, let oneDNN multiply fp32 tensors in bf16 (AMX, AVX512-BF16): products 1.5 times faster.
+def _precision(query: torch.Tensor) -> str | None:
+    """For bf16 inputs on a CPU, oneDNN multiplies fp32 tensors in bf16 (AMX, AVX512-BF16): 1.5 times faster.
 
     Keys and values are bf16 numbers and lose nothing; scaled queries, probabilities and their gradients are rounded
-    once more, as flash attention rounds the last two.  Elsewhere plain fp32.
+    once more, as flash attention rounds the last two.  Elsewhere fp32 as the process has it set.
     """
-    if query.dtype != torch.bfloat16 or query.device.type != "cpu":
-        yield
-        return
-    matmul = torch.backends.mkldnn.matmul
-    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    return "bf16" if query.dtype == torch.bfloat16 and query.device.type == "cpu" else None
 
 
 def _by_token(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -204,9 +194,10 @@ def _own_batches(boundaries: list[int], block_size: int, q: torch.Tensor) -> lis
     complete = [start for start, length in blocks if length == block_size]
     short = [(start, length) for start, length in blocks if length < block_size]
     at_once = max(1, SCORES_AT_ONCE // (block_size * block_size * group))
-    place = torch.arange(block_size, device=device)
-    causal = masks((place[:, None] < place)[None])
     batches = []
+    if complete:
+        place = torch.arange(block_size, device=device)
+        causal = masks((place[:, None] < place)[None])
     for first in range(0, len(complete), at_once):
         starts = torch.tensor(complete[first : first + at_once], device=device)
         batches.append(_OwnBatch(len(starts), (starts[:, None] + place).flatten(), None, *causal))

@@ -243,6 +243,18 @@ WRONG = {
     "max-below-min": ("max_blocks", {"min_blocks": 3, "max_blocks": 2}),
     "max-below-sink": ("max_blocks", {"sink_blocks": 3, "max_blocks": 2}),
     "backend": ("backend", {"backend": "cuda"}),
+    "query-no-heads": ("query", {"query": torch.zeros(8, 0, 16)}),
+    "no-head_dim": ("query", {name: torch.zeros(8, 2, 0) for name in ("query", "key", "value")}),
+    "cu_seqlens-list": ("cu_seqlens", {"cu_seqlens": [0, 8]}),
+    "cu_seqlens-none": ("cu_seqlens", {"cu_seqlens": None}),
+    "p-list": ("top_p", {"top_p": [0.5, 0.5]}),
+    "p-text": ("top_p", {"top_p": "a"}),
+    "k-text": ("top_k", {"top_p": None, "top_k": "3"}),
+    "min_blocks-fraction": ("min_blocks", {"min_blocks": 1.5}),
+    "sink_blocks-none": ("sink_blocks", {"sink_blocks": None}),
+    "max_blocks-fraction": ("max_blocks", {"max_blocks": 2.5}),
+    "max_blocks-infinite": ("max_blocks", {"max_blocks": float("inf")}),
+    "min_blocks-huge": ("min_blocks", {"min_blocks": 2**70}),
 }
 
 

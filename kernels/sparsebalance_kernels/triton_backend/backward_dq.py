@@ -280,7 +280,7 @@ def row_deltas(grad_out: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
             HEAD_DIM=head_dim,
             BLOCK_D=padded_head_dim(head_dim),
             ROWS=DELTA_ROWS,
-            num_warps=4,
+            num_warps=8,
         )
     return delta
 

@@ -112,10 +112,10 @@ def route(
 def _resources(columns: int) -> tuple[int, int]:
     """(warps, stages) for so many columns of scores.
 
-    Up to 512 columns (8 warps) nothing spills on sm_80 and sm_90 and two stages take 33 KB of shared memory; 1024
-    columns would take 66 KB, over the 64 KB of gfx942, with two.
+    With these nothing spills.  1024 columns take 66 KB of shared memory in two stages, over the 64 KB of gfx942.
     """
-    return {32: (2, 2), 64: (2, 2), 128: (8, 2), 256: (4, 2), 512: (8, 2), 1024: (16, 1)}[columns]
+    stages = 1 if columns == 1024 and torch.version.hip else 2
+    return {32: 2, 64: 2, 128: 8, 256: 4, 512: 16, 1024: 16}[columns], stages
 
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
@@ -160,35 +160,26 @@ def _route(
         return
     first = tl.load(firsts_ptr + block)
     visible = block - first
-    tokens = start + tl.arange(0, BM)
-    real = tokens < stop
-    word = tl.arange(0, NB // 32)
-    word_ptrs = bits_ptr + (head.to(tl.int64) * words + word[None, :]) * num_tokens + tokens[:, None]
-    word_mask = real[:, None] & (word < words)[None, :]
-    coverage_ptrs = coverage_ptr + head.to(tl.int64) * num_tokens + tokens
     if visible == 0:
-        tl.store(word_ptrs, tl.zeros([BM, NB // 32], dtype=tl.int32), mask=word_mask)
-        tl.store(coverage_ptrs, tl.full([BM], 1.0, tl.float32), mask=real)
+        nothing, everything = tl.zeros([BM, NB // 32], dtype=tl.int32), tl.full([BM], 1.0, tl.float32)
+        _store(bits_ptr, coverage_ptr, nothing, everything, head, start, stop, num_tokens, words, BM, NB)
         return
+    tokens = start + tl.arange(0, BM)
 
     column = tl.arange(0, NB)
     seen = column < visible
-    query_ptrs = query_ptr + tokens.to(tl.int64) * stride_t + head.to(tl.int64) * stride_h
+    # Rows beyond the block and hidden blocks read the last real ones: masks would take registers of their own.
+    query_ptrs = query_ptr + tl.minimum(tokens, stop - 1).to(tl.int64) * stride_t + head.to(tl.int64) * stride_h
     # One document's offsets fit 32 bits (1024 blocks); wider ones would double the registers of the addresses.
     mean_ptr = pooled_ptr + (first.to(tl.int64) * NUM_KV_HEADS + head // GROUP) * DIM
-    mean_offset = column * (NUM_KV_HEADS * DIM)
+    mean_offset = tl.minimum(column, visible - 1) * (NUM_KV_HEADS * DIM)
     scores = tl.zeros([BM, NB], dtype=tl.float32)
     for offset in range(0, DIM, BLOCK_D):
         depth = offset + tl.arange(0, BLOCK_D)
         inside = depth < DIM
-        queries = tl.load(
-            query_ptrs[:, None] + depth.to(tl.int64)[None, :] * stride_d,
-            mask=real[:, None] & inside[None, :],
-            other=0.0,
-        )
-        means = tl.load(
-            mean_ptr + (mean_offset[None, :] + depth[:, None]), mask=inside[:, None] & seen[None, :], other=0.0
-        )
+        query_offset = depth.to(tl.int64) * stride_d
+        queries = tl.load(query_ptrs[:, None] + query_offset[None, :], mask=inside[None, :], other=0.0)
+        means = tl.load(mean_ptr + depth[:, None] + mean_offset[None, :], mask=inside[:, None], other=0.0)
         scores = tl.dot(queries.to(tl.float32), means, scores, input_precision=PRECISION)
     scores *= scale
     # Every visible score becomes a finite number: the search must end, and hidden blocks must stay below all.
@@ -197,36 +188,51 @@ def _route(
 
     highest = tl.max(scores, axis=1)
     weight = tl.exp(scores - highest[:, None])
-    total = tl.sum(weight, axis=1)
     budget = tl.load(budgets_ptr + tl.load(documents_ptr + block))
     order = scores
     if SINKS:
         order = tl.where((column < tl.minimum(sinks, visible))[None, :], float("inf"), scores)
         highest = tl.max(order, axis=1)
-    lowest = tl.min(tl.where(seen[None, :], order, float("inf")), axis=1)
+    lowest = tl.min(tl.where(order == -float("inf"), float("inf"), order), axis=1)
     if TOP_P:
         # Masses are compared undivided; p = 1 is decided without summing, since rounding would drop blocks.
-        target = tl.where(budget >= 1.0, float("inf"), budget * total)
-        keep = _prefix(order, weight, target, lowest, highest)
+        target = tl.where(budget >= 1.0, float("inf"), budget * tl.sum(weight, axis=1))
+        threshold, cut = _prefix(order, weight, target, lowest, highest, BM, NB)
     else:
         target = tl.zeros([BM], dtype=tl.float32) + (budget - 1).to(tl.float32)
-        keep = _prefix(order, tl.full([BM, NB], 1.0, tl.float32), target, lowest, highest)
-    count = tl.sum(keep.to(tl.int32), axis=1)
+        ones = tl.full([BM, NB], 1.0, tl.float32)
+        threshold, cut = _prefix(order, ones, target, lowest, highest, BM, NB)
+    count = tl.sum(_keep(order, threshold, cut, NB).to(tl.int32), axis=1)
     if BOUNDED:
         wanted = tl.minimum(tl.minimum(tl.maximum(count, least), most), visible)
         if tl.max((wanted != count).to(tl.int32), axis=0) > 0:
-            keep = _prefix(order, tl.full([BM, NB], 1.0, tl.float32), wanted.to(tl.float32), lowest, highest)
+            ones = tl.full([BM, NB], 1.0, tl.float32)
+            threshold, cut = _prefix(order, ones, wanted.to(tl.float32), lowest, highest, BM, NB)
         count = wanted
+    keep = _keep(order, threshold, cut, NB)
     kept = tl.sum(tl.where(keep, weight, 0.0), axis=1)
-    coverage = tl.where(count >= visible, 1.0, tl.minimum(kept / total, 1.0))
-    tl.store(coverage_ptrs, coverage, mask=real)
+    # The total anew: kept in registers over the search it would spill.
+    dropped = tl.sum(tl.where(keep, 0.0, weight), axis=1)
+    coverage = tl.where(count >= visible, 1.0, kept / (kept + dropped))
     bit = tl.reshape(keep.to(tl.int32), [BM, NB // 32, 32]) << tl.arange(0, 32)[None, None, :]
-    tl.store(word_ptrs, tl.sum(bit, axis=2), mask=word_mask)
+    _store(bits_ptr, coverage_ptr, tl.sum(bit, axis=2), coverage, head, start, stop, num_tokens, words, BM, NB)
 
 
 @triton.jit
-def _prefix(order, weight, target, low, high):
-    """Which blocks the budget keeps: bool [BM, NB].
+def _store(
+    bits_ptr, coverage_ptr, bits, coverage, head, start, stop, num_tokens, words, BM: tl.constexpr, NB: tl.constexpr
+):
+    """Write words [BM, NB // 32] and coverage [BM] of one head's tokens from ``start`` on, below ``stop``."""
+    tokens, word = start + tl.arange(0, BM), tl.arange(0, NB // 32)
+    real = tokens < stop
+    word_ptrs = bits_ptr + (head.to(tl.int64) * words + word[None, :]) * num_tokens + tokens[:, None]
+    tl.store(word_ptrs, bits, mask=real[:, None] & (word < words)[None, :])
+    tl.store(coverage_ptr + head.to(tl.int64) * num_tokens + tokens, coverage, mask=real)
+
+
+@triton.jit
+def _prefix(order, weight, target, low, high, BM: tl.constexpr, NB: tl.constexpr):
+    """What the budget keeps, for :func:`_keep`: (threshold fp32, cut int32), both [BM].
 
     order [BM, NB]: what ranks the blocks, -inf where hidden, +inf for sinks; weight [BM, NB], 0 where hidden;
     target [BM]; low and high [BM]: the least and the largest ``order`` of the visible blocks.
@@ -243,12 +249,29 @@ def _prefix(order, weight, target, low, high):
         # The nearest score present: the largest not above the middle, or the smallest above it.
         sign = tl.where(less, 1.0, -1.0)
         nearest = sign * tl.max(tl.where(above != less[:, None], order * sign[:, None], -float("inf")), axis=1)
-        open_row = low < high
-        low = tl.where(open_row & (less == 0), nearest, low)
-        high = tl.where(open_row & less, nearest, high)
-    above = order > high[:, None]
-    tied = order == high[:, None]
-    later = tl.cumsum(tied.to(tl.int32), axis=1, reverse=True) - tied.to(tl.int32)
-    before = tl.sum(tl.where(above, weight, 0.0), axis=1)[:, None] + later.to(tl.float32) * weight
-    # Sinks tie at infinity with unequal weights; all of them are kept.
-    return above | (tied & ((before < target[:, None]) | (high == float("inf"))[:, None]))
+        # A row whose search is over finds its own end again, or, without a budget, infinity above it.
+        low = tl.where(less, low, nearest)
+        high = tl.where(less, nearest, high)
+    # Of the blocks that score just the threshold the most recent are kept: those from ``cut`` on.  Also by halving: a
+    # running sum along the row would spill at 1024 columns.
+    column = tl.arange(0, NB)
+    tied_weight = tl.max(tl.where(order == high[:, None], weight, 0.0), axis=1)
+    above = tl.sum(tl.where(order > high[:, None], weight, 0.0), axis=1)
+    first = tl.zeros([BM], dtype=tl.int32)
+    cut = first + NB
+    middle = first
+    while tl.max((first < cut).to(tl.int32), axis=0) > 0:
+        tied = tl.sum(((order == high[:, None]) & (column[None, :] >= middle[:, None])).to(tl.int32), axis=1)
+        # Sinks tie at infinity with unequal weights; all of them are kept.
+        fits = (above + (tied - 1).to(tl.float32) * tied_weight < target) | (high == float("inf"))
+        cut = tl.where(fits, tl.minimum(cut, middle), cut)
+        first = tl.where(fits, first, tl.maximum(first, middle + 1))
+        middle = (first + cut) // 2
+    return high, cut
+
+
+@triton.jit
+def _keep(order, threshold, cut, NB: tl.constexpr):
+    """Bool [BM, NB]: what ranks above the threshold, and just at it from column ``cut`` on."""
+    tied = (order == threshold[:, None]) & (tl.arange(0, NB)[None, :] >= cut[:, None])
+    return (order > threshold[:, None]) | tied

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": COMMANDS[args.command](args),
         "run": f"python {shlex.join(sys.argv)}",
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "numpy": numpy.__version__, "torch": torch.__version__},
     }
     if args.json == "-":
@@ -239,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if args.json:
         Path(args.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    show(document, Console())
+    show(document, Console(width=None if sys.stdout.isatty() else 180))
     return 0
 
 

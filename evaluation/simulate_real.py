@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import os
 import platform
 import shlex
 import statistics
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         rows = [predict(folder, args) for folder in args.runs]
-    except (UserError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"simulate_real: error: {error}", file=sys.stderr)
         return 2
     document = {
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "settings": vars(args),
         "runs": rows,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
+        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "numpy": numpy.__version__, "torch": torch.__version__},
     }
     if args.json == "-":
@@ -147,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in ("profile", "refit"):
             seconds += [f"{row[f'{name}_s']:.3f}", f"{row[f'{name}_error']:+.1%}"]
         table.add_row(row["run"], str(row["steps"]), *seconds)
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 119).print(table)
     return 0
 
 

@@ -50,13 +50,13 @@ def draw_gantt(panels: Sequence[tuple[str, Sequence[Bar]]], path: str | Path, la
             )
             if len(shown) <= _MOST_LABELS and width > longest / 60:
                 middle = bar.start_ms + width / 2
-                axes.text(middle, bar.lane, str(bar.micro_batch), ha="center", va="center", fontsize=7)
+                color = "white" if bar.kind in "BI" else "black"
+                axes.text(middle, bar.lane, str(bar.micro_batch), ha="center", va="center", fontsize=7, color=color)
         axes.set(xlim=(0, longest * 1.01), ylabel=lane_name, title=title, ylim=(lanes - 0.5, -0.5))
     axes.set_xlabel("simulated milliseconds; numbers are micro-batches")
     kinds = sorted({bar.kind for _, bars in panels for bar in bars}, key="FBIW".index)
-    figure.legend(
-        handles=[Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds], loc="outside lower right"
-    )
+    handles = [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(handles))
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

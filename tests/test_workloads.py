@@ -22,7 +22,7 @@ PUBLISHED = {"wikipedia": (1014, 347, 10919), "prolong": (3052, 1914, 16270), "w
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_lengths_follow_the_published_figures(name):
-    """Mean and median come within 10 % of the published ones, the 99th percentile within 15 % (log-uniform buckets)."""
+    """Mean and median come within 10 % of the published ones, the 99th percentile within 15 %."""
     lengths = sample_lengths(name, 200_000, seed=0, max_length=10**9)
     mean, median, highest = PUBLISHED[name]
     assert (np.mean(lengths), np.median(lengths)) == pytest.approx((mean, median), rel=0.10)

@@ -8,10 +8,12 @@ one with the same token-weighted mean budget.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -63,15 +65,16 @@ def run(arguments: Sequence[str]) -> None:
     notes = [lengths_from, workload.description, times_from]
     if args.gantt:
         last = "sparsity_aware", args.anchor if args.tolerance else None
+        replica = "" if order is None else " of its slowest replica"
         panels = [
-            (f"{batching}, tuning {tuning or 'off'}, step 0", simulation.bars(*runs[batching, tuning], 0))
+            (f"{batching}, tuning {tuning or 'off'}: first step{replica}", simulation.bars(*runs[batching, tuning], 0))
             for batching, tuning in (("random", None), last)
         ]
-        draw_gantt(panels, args.gantt, "rank" if order is None else "pipeline rank, slowest replica")
+        draw_gantt(panels, args.gantt, "rank" if order is None else "pipeline rank")
     if args.json:
         print(json.dumps({"settings": vars(args), "notes": notes, "rows": [row.to_json() for row in rows]}, indent=2))
         return
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 119)
     console.print(render(rows, "simulated"))
     for note in notes:
         console.print(f"- {note}", highlight=False, markup=False)
@@ -90,14 +93,16 @@ def render(rows: Sequence[Row], title: str) -> Table:
         "max/mean",
         "rank max/mean",
     )
-    table = Table("batching", "tuning", title=title)
+    table = Table(title=title, box=SIMPLE)
+    for name in ("batching", "tuning", "same"):
+        table.add_column(name, no_wrap=True)
     for name in numbers:
         table.add_column(name, justify="right")
     for row in rows:
-        tuning = (row.tuning or "-") if row.control is None else f"{row.tuning}: same {row.control}"
         table.add_row(
             row.batching,
-            tuning,
+            row.tuning or "-",
+            row.control or "",
             f"{row.total_ms / 1000:.4g}",
             f"{row.speedup:.2f}",
             f"{row.less_work:.2f}",

@@ -58,12 +58,13 @@ CAPTIONS = {
         "published), budgets are coverage (base .9, where the paper keeps 32 blocks), times come from an H100 table "
         "whose attention weighs more against its linear layers than a 3B model's on H200, the planner knows only the "
         "length of a document, and communication and planning (the paper's 37-44 ms) cost nothing. The paper's "
-        "baseline packs as the data comes, as ours does. Its imbalance is the slot variant. `less work` is what one "
-        "budget for all with the same work would give: the paper does not split its gain."
+        "baseline packs as the data comes, as ours does. Nothing but micro-batches takes time here, so no "
+        "constant part dilutes a gain. Imbalance is the slot variant. `less work` is what one budget for all with the "
+        "same work would give random order: the paper does not split its gain."
     ),
     "fig8": (
         "Speedup of tuning over the same batching without it. The paper gives two points of its sweep, not saying "
-        "under which batching; most of what a larger tolerance gains is less work, which the last columns show."
+        "under which batching. The last columns split the gain: one budget with the same work, and the rest."
     ),
     "fig9": (
         "The same global batch of 16 in larger micro-batches. The paper's figure is a picture without numbers we "

@@ -129,8 +129,7 @@ class Simulation:
         self._lengths_N = np.array(workload.lengths)
         self._density_NP = np.array([curve.density for curve in workload.curves])
         block_size = predictor.profile.context.block_size
-        visible = [length * (length + 1) / 2 for length in workload.lengths]
-        self._visible_N = np.array(visible)
+        self._visible_N = self._lengths_N * (self._lengths_N + 1.0) / 2.0
         self._own_share_N = np.array([attended_share(length, block_size, 0.0) for length in workload.lengths])
 
     def plan(self, strategy: str) -> BatchPlan:

@@ -93,7 +93,7 @@ def render(rows: Sequence[Row], title: str) -> Table:
         "max/mean",
         "rank max/mean",
     )
-    table = Table(title=title, box=SIMPLE)
+    table = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("batching", "tuning", "same"):
         table.add_column(name, no_wrap=True)
     for name in numbers:

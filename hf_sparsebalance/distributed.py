@@ -1,4 +1,7 @@
-"""Talking between ranks; no other module imports torch.distributed.  Without a process group there is one rank."""
+"""Talking between ranks; no other module imports torch.distributed, but for the tables that torch_schedules reads.
+
+Without a process group there is one rank.
+"""
 
 from __future__ import annotations
 

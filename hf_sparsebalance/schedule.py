@@ -1,7 +1,7 @@
 """What an optimizer step costs, from the times of its micro-batches.
 
 Data parallel: the slowest rank's sum (plain DDP) or, where ranks meet at every micro-batch (FSDP, ZeRO-3), the sum of
-the slots' slowest. Pipeline parallel: the makespan of 1F1B by event recursion over the real operation order; the
+the slots' slowest. Pipeline parallel: the makespan by event recursion over the schedule's real operation order; the
 closed form T_max * PP + sum of the others of arXiv 2604.13847 is neither an upper nor a lower bound for uneven
 micro-batches (exact / formula between .87 and 1.69 in simulation), so it is not used. Pure; O(ranks * slots * stages).
 """
@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import Latency
+from hf_sparsebalance.pipeline_schedule import PipelineOrder, gpipe, one_f_one_b, time_pipelines
 
 __all__ = ["StepCost", "simulate_step"]
 
@@ -29,8 +32,9 @@ class StepCost:
         imbalance_slot: the paper's metric (Eq. 11): slots averaged over ranks first, then max / mean over slots.
         imbalance_rank: max / mean over the ranks' sums: what data parallelism waits for.
         perfect_ms: step time if the same work were spread evenly. Data parallel: mean of the rank sums + sync, a true
-            lower bound for this work. Pipelines: (slots + stages - 1) x the mean per-stage micro-batch time + sync,
-            1F1B with even micro-batches; a reference, not a strict bound (an uneven order can be somewhat faster).
+            lower bound for this work. Pipelines: the same schedule with even micro-batches (GPipe and 1F1B: (slots +
+            stages - 1) x one stage's time) + sync; a reference, not a strict bound (small micro-batches at both ends
+            shorten the pipeline's filling and draining).
     """
 
     step_ms: float
@@ -42,20 +46,27 @@ class StepCost:
 
 
 def simulate_step(
-    times: Sequence[Sequence[Latency]], *, num_stages: int = 1, sync_ms: float = 0.0, scope: str = "rank"
+    times: Sequence[Sequence[Latency]],
+    *,
+    num_stages: int = 1,
+    sync_ms: float = 0.0,
+    scope: str = "rank",
+    schedule: str | PipelineOrder = "1f1b",
 ) -> StepCost:
     """Step time of micro-batches that are already placed.
 
     Args:
         times: times[rank][slot], whole-model time of each micro-batch; every rank has the same number of slots.
-        num_stages: pipeline stages; above 1 each stage takes 1 / num_stages of a micro-batch and 1F1B is simulated.
+        num_stages: pipeline ranks; above 1 every stage takes an equal part of a micro-batch.
         sync_ms: gradient synchronisation at the end of the step.
         scope: without pipelines, where ranks wait for each other: "rank" (once a step) or "slot" (at every
             micro-batch). With pipelines it has no effect ("microbatch" is accepted too).
+        schedule: with pipelines, "1f1b", "gpipe", or the order of operations itself, as
+            :func:`hf_sparsebalance.torch_schedules.operation_order` gives it for every schedule of torch.
 
     Raises:
-        UserError: unknown scope, or num_stages below 1, or sync_ms negative.
-        ValueError: no micro-batches, or ranks with different numbers of slots.
+        UserError: unknown scope or schedule, or num_stages below 1, or sync_ms negative.
+        ValueError: no micro-batches, ranks with different numbers of slots, or an order that does not fit them.
 
     Example: two ranks, one slot each, 3 and 5 ms -> step_ms 5, perfect_ms 4, imbalance_rank 1.25.
     """
@@ -74,8 +85,12 @@ def simulate_step(
     mean_sum_ms = sum(sums_ms) / num_ranks
     rank_ms, perfect_ms = tuple(sums_ms), mean_sum_ms
     if num_stages > 1:
-        rank_ms = tuple(_one_f_one_b_ms(row, num_stages) for row in times)
-        perfect_ms = (num_slots + num_stages - 1) * (mean_sum_ms / num_slots / num_stages)
+        order = _order(schedule, num_stages, num_slots)
+        forward_RM = np.array([[latency.forward_ms for latency in row] for row in times])
+        backward_RM = np.array([[latency.backward_ms for latency in row] for row in times])
+        rank_ms = tuple(time_pipelines(order, forward_RM, backward_RM).makespan_ms.tolist())
+        even_2M = np.full((2, num_slots), [[forward_RM.mean()], [backward_RM.mean()]])
+        perfect_ms = float(time_pipelines(order, even_2M[:1], even_2M[1:]).makespan_ms[0])
     step_ms = sum(max(slot) for slot in slots_ms) if scope == "slot" and num_stages == 1 else max(rank_ms)
     return StepCost(
         step_ms=step_ms + sync_ms,
@@ -87,42 +102,16 @@ def simulate_step(
     )
 
 
-def _one_f_one_b_ms(micro_batches: Sequence[Latency], num_stages: int) -> float:
-    """Makespan of one pipeline: every operation starts when its stage is free and its input is there."""
-    num_slots = len(micro_batches)
-    operations = [_one_f_one_b_order(stage, num_stages, num_slots) for stage in range(num_stages)]
-    position = [0] * num_stages
-    free_ms = [0.0] * num_stages
-    end_ms: dict[tuple[bool, int, int], float] = {}  # (is_forward, micro-batch, stage) -> end
-    progressed = True
-    while progressed:
-        progressed = False
-        for stage in range(num_stages):
-            while position[stage] < len(operations[stage]):
-                is_forward, slot = operations[stage][position[stage]]
-                ready_ms: float | None = 0.0
-                if is_forward and stage > 0:
-                    ready_ms = end_ms.get((True, slot, stage - 1))
-                elif not is_forward:
-                    last = stage == num_stages - 1
-                    ready_ms = end_ms.get((True, slot, stage) if last else (False, slot, stage + 1))
-                if ready_ms is None:
-                    break
-                latency = micro_batches[slot]
-                duration_ms = (latency.forward_ms if is_forward else latency.backward_ms) / num_stages
-                free_ms[stage] = end_ms[is_forward, slot, stage] = max(free_ms[stage], ready_ms) + duration_ms
-                position[stage] += 1
-                progressed = True
-    return max(free_ms)
-
-
-def _one_f_one_b_order(stage: int, num_stages: int, num_slots: int) -> list[tuple[bool, int]]:
-    """Operations of a stage as (is_forward, micro-batch): warm-up forwards, one forward one backward, the rest."""
-    warm_up = min(num_stages - 1 - stage, num_slots)
-    order = [(True, slot) for slot in range(warm_up)]
-    for slot in range(num_slots - warm_up):
-        order += [(True, warm_up + slot), (False, slot)]
-    return order + [(False, slot) for slot in range(num_slots - warm_up, num_slots)]
+def _order(schedule: str | PipelineOrder, num_stages: int, num_slots: int) -> PipelineOrder:
+    if not isinstance(schedule, str):
+        if len(schedule) != num_stages:
+            raise ValueError(f"an order of {len(schedule)} pipeline ranks given, {num_stages} wanted")
+        return schedule
+    if schedule not in ("1f1b", "gpipe"):
+        raise UserError(
+            f"schedule must be 1f1b or gpipe, not {schedule!r}: pass the operation_order of torch_schedules for others"
+        )
+    return one_f_one_b(num_stages, num_slots) if schedule == "1f1b" else gpipe(num_stages, num_slots)
 
 
 def _max_over_mean(values: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_sparsebalance.batching import STRATEGIES, plan_batches
+from hf_sparsebalance.batching import STRATEGIES, displacements, plan_batches
 from hf_sparsebalance.errors import UserError
 
 

@@ -14,7 +14,20 @@ PACKAGES = {
     "hf_sparsebalance": ROOT / "hf_sparsebalance",
     "sparsebalance_kernels": ROOT / "kernels/sparsebalance_kernels",
 }
-PURE = {"density", "latency", "latency_profile", "tuning", "batching", "schedule", "planner", "errors", "runlog"}
+PURE = {
+    "epoch",
+    "rivals",
+    "sparsity_aware",
+    "density",
+    "latency",
+    "latency_profile",
+    "tuning",
+    "batching",
+    "schedule",
+    "planner",
+    "errors",
+    "runlog",
+}
 # Names that are public beside what the packages' __init__ export.
 PUBLIC_MODULES = {
     "arguments": {"SparseBalanceArguments"},

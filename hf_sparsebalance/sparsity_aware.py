@@ -160,15 +160,17 @@ def _swap(ids_GBK: NDArray[np.intp], cost_N: NDArray[np.float64], target_GB: NDA
         order_LB = np.argsort(-sum_LB, axis=1, kind="stable")
         high_LP = order_LB[:, :half]
         low_LP = np.roll(order_LB[:, ::-1][:, :half], turn % half, axis=1)
-        group_LP = np.broadcast_to(live_L[:, None], high_LP.shape)
         gap_LP = np.take_along_axis(sum_LB, high_LP, axis=1) - np.take_along_axis(sum_LB, low_LP, axis=1)
-        better_LP = np.zeros(high_LP.shape, dtype=bool)
-        flat = (group_LP.ravel(), high_LP.ravel(), low_LP.ravel(), gap_LP.ravel())
+        # Only ranks above the mean make a step longer, and only by what they are above it.
+        above_LP = np.take_along_axis(sum_LB, high_LP, axis=1) - sum_LB.mean(axis=1, keepdims=True)
+        group_C, pair_C = np.nonzero(np.minimum(gap_LP, 2 * above_LP) > even_G[live_L][:, None])
+        better_L = np.zeros(len(live_L), dtype=bool)
         size = max(_CHUNK // per_rank**2, 1)
-        for first in range(0, better_LP.size, size):
-            group_C, high_C, low_C, gap_C = (part[first : first + size] for part in flat)
-            better_LP.ravel()[first : first + size] = _swap_pairs(ids_GBK, cost_N, group_C, high_C, low_C, gap_C)
-        idle_G[live_L] = np.where(better_LP.any(axis=1), 0, idle_G[live_L] + 1)
+        for first in range(0, len(group_C), size):
+            l_C, p_C = group_C[first : first + size], pair_C[first : first + size]
+            better_C = _swap_pairs(ids_GBK, cost_N, live_L[l_C], high_LP[l_C, p_C], low_LP[l_C, p_C], gap_LP[l_C, p_C])
+            better_L[l_C[better_C]] = True
+        idle_G[live_L] = np.where(better_L, 0, idle_G[live_L] + 1)
 
 
 def _swap_pairs(

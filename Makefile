@@ -10,7 +10,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PURE := batching density epoch errors latency latency_profile planner rivals runlog schedule sparsity_aware tuning
+PURE := batching density epoch errors ladder latency latency_profile optimal planner rivals runlog schedule sparsity_aware tuning
 
 .PHONY: install quickstart test test-fast test-kernels kernels-compile lint format clean
 

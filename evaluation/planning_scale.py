@@ -2,8 +2,8 @@
 
     OPENBLAS_NUM_THREADS=1 .venv/bin/python evaluation/planning_scale.py --json evaluation/results/planning_scale.json
 
-Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  Medians over the
-repeats after one warm-up: elapsed time, and the CPU time of the process, which other processes disturb less.
+Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  Medians
+over the repeats after a warm-up: elapsed time, and the process's CPU time, which other processes disturb less.
 """
 
 from __future__ import annotations

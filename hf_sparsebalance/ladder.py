@@ -29,8 +29,7 @@ def pick(values_MC: Floats, choice_M: Indices) -> Floats:
 
 def group_sums(values_M: Floats, group_M: Indices, num_groups: int) -> Floats:
     """Sum of the values of each group's items."""
-    sums: Floats = np.bincount(group_M, weights=values_M, minlength=num_groups)
-    return sums
+    return np.bincount(group_M, weights=values_M, minlength=num_groups).astype(np.float64, copy=False)
 
 
 def fastest(times_MC: Floats) -> Indices:
@@ -54,7 +53,7 @@ def pareto(times_MC: Floats, gains_MC: Floats) -> Booleans:
 
 
 class Ladder:
-    """The options on each item's concave hull of time and gain, as upward moves, in each group best gain per time first.
+    """The options on each item's concave hull of time and gain, as upward moves, best gain per time first.
 
     Moves of one item keep their order, since slopes fall along its hull. After the first n moves a group's items are
     at a solution of the relaxed problem (most gain for that total time), which is what makes bisection over n exact.
@@ -126,7 +125,7 @@ class Ladder:
         return low_G
 
     def gain_within(self, limit_G: Floats, *, relaxed: bool) -> float:
-        """Total gain of all groups at the end of the moves within their limits; relaxed: with a fraction of one more."""
+        """Total gain of all groups after the moves within their limits; relaxed: with a fraction of one more."""
         moves_G = self.moves_within(limit_G)
         at_G = self._first_G + moves_G
         gain_G = self._total_gain[at_G]

@@ -92,9 +92,10 @@ class LatencyPredictor:
         Returns:
             [2, *shape] milliseconds, scaled: forward, backward.
         """
-        lengths_X, densities_X = np.broadcast_arrays(
-            np.asarray(lengths, dtype=np.float64), np.asarray(densities, dtype=np.float64)
-        )
+        # Lengths are not spread over the densities' shape: what depends on them alone is computed once for each.
+        lengths_X, densities_X = np.asarray(lengths, dtype=np.float64), np.asarray(densities, dtype=np.float64)
+        shape = np.broadcast_shapes(lengths_X.shape, densities_X.shape)
+        lengths_X = lengths_X.reshape((1,) * (len(shape) - lengths_X.ndim) + lengths_X.shape)
         log_X = np.log(lengths_X)
         upper_X = np.clip(np.searchsorted(self._log_lengths_R, log_X), 1, len(self._log_lengths_R) - 1)
         lower_X = upper_X - 1
@@ -108,7 +109,7 @@ class LatencyPredictor:
             always_dense = context.num_dense_layers / context.num_layers
             time_2X = always_dense * time_2X + (1.0 - always_dense) * sparse_2X
         scaled: NDArray[np.float64] = time_2X * (self.attention_scale * self.profile.context.num_layers)
-        return scaled
+        return np.broadcast_to(scaled, (2, *shape))
 
     def document(self, length: int, density: float, dense: bool = False) -> Latency:
         """Attention of all layers for one document of `length` tokens.
@@ -204,12 +205,13 @@ class LatencyPredictor:
         start_X = self._log_lengths_R[lower_X]
         exponent_2X = (log_high_2X - log_low_2X) / (self._log_lengths_R[upper_X] - start_X)
         # Outside the table noise in the last two rows would be multiplied: attention grows between L^0 and L^3.
-        outside_X = (log_X < self._log_lengths_R[0]) | (log_X > self._log_lengths_R[-1])
-        exponent_2X = np.where(outside_X, np.clip(exponent_2X, 0.0, 3.0), exponent_2X)
         above_X = log_X > self._log_lengths_R[-1]
-        anchor_X = np.where(above_X, self._log_lengths_R[upper_X], start_X)
-        log_time_2X = np.where(above_X, log_high_2X, log_low_2X) + exponent_2X * (log_X - anchor_X)
-        return np.exp(log_time_2X)
+        outside_X = (log_X < self._log_lengths_R[0]) | above_X
+        if outside_X.any():
+            exponent_2X = np.where(outside_X, np.clip(exponent_2X, 0.0, 3.0), exponent_2X)
+            log_low_2X = np.where(above_X, log_high_2X, log_low_2X)
+            start_X = np.where(above_X, self._log_lengths_R[upper_X], start_X)
+        return np.exp(log_low_2X + exponent_2X * (log_X - start_X))
 
 
 _MIN_OBSERVATIONS = 8

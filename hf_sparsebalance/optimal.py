@@ -92,7 +92,7 @@ def _least_sum_of_slowest(
 def _least_largest_sum(
     times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, num_groups: int, target: float
 ) -> Indices:
-    """Least T such that ranks filled up to T reach the target, by bisection: fractions of moves, whole ones, topped up."""
+    """Least T such that ranks filled up to T reach the target: by fractions of moves, whole ones, topped up."""
     ladder = Ladder(times_MC, gains_MC, group_M, num_groups)
     least = float(ladder.start_ms_G.max())
     high = max(least, float(group_sums(times_MC[:, base], group_M, num_groups).max()))

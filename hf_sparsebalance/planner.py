@@ -121,8 +121,8 @@ class Planner:
     ) -> None:
         if predictor is None and (settings.tunes or settings.batching in COST_STRATEGIES):
             raise UserError(
-                f"--profile is needed for batching={' or '.join(reversed(COST_STRATEGIES))} and for tolerance > 0: run "
-                "`sparsebalance profile`, or use --batching random --tolerance 0"
+                "--profile is needed for batching=sparsity_aware or wlb and for tolerance > 0: run `sparsebalance "
+                "profile`, or use --batching random --tolerance 0"
             )
         self.settings = settings
         self.lengths = lengths

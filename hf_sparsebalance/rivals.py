@@ -105,17 +105,11 @@ def wlb(epoch: Epoch, costs: Sequence[float]) -> list[Step]:
     for batch, extras in epoch.global_batches(range(len(lengths))):
         bins: list[list[int]] = [[] for _ in range(num_bins)]
         totals, tokens = [0.0] * num_bins, [0] * num_bins
-
-        def put(sample: int, b: int, bins=bins, totals=totals, tokens=tokens) -> None:
-            bins[b].append(sample)
-            totals[b] += costs[sample]
-            tokens[b] += lengths[sample]
-
         wanted = len(batch) + len(extras)
         ready = next((queue for queue in reversed(queues) if len(queue) >= num_bins), None)
         if ready is not None:
-            for b in range(num_bins):
-                put(ready.popleft(), b)
+            bins = [[ready.popleft()] for _ in range(num_bins)]
+            totals, tokens = [costs[s] for (s,) in bins], [lengths[s] for (s,) in bins]
             wanted -= num_bins
         fresh: list[int] = []
         while len(carried) + len(fresh) < wanted and (stream or any(queues)):
@@ -136,7 +130,9 @@ def wlb(epoch: Epoch, costs: Sequence[float]) -> list[Step]:
             if chosen is None:
                 carried.append(sample)
             else:
-                put(sample, chosen)
+                bins[chosen].append(sample)
+                totals[chosen] += costs[sample]
+                tokens[chosen] += lengths[sample]
         ranks = greedy_partition(range(num_bins), totals, epoch.num_ranks)
         steps.append([[tuple(bins[b]) for b in rank] for rank in ranks])
     if carried or not all(slot for step in steps for rank in step for slot in rank):

@@ -96,9 +96,11 @@ def _compose(
     ids_SRK = np.take_along_axis(ids_WBK, order_WB[:, :, None], axis=1).reshape(len(batches), num_ranks, per_rank)
     _swap(ids_SRK, cost_N, np.zeros(ids_SRK.shape[:2]))
     ranks: list[list[Rank]] = ids_SRK.tolist()
-    for step, (_, extras) in zip(ranks, batches, strict=True):
+    for step, sum_R, (_, extras) in zip(ranks, cost_N[ids_SRK].sum(axis=2), batches, strict=True):
         for sample in small[: len(extras)]:
-            min(step, key=lambda rank: float(cost_N[rank].sum())).append(sample)
+            lightest = int(sum_R.argmin())
+            step[lightest].append(sample)
+            sum_R[lightest] += cost_N[sample]
         small = small[len(extras) :]
     return ranks
 

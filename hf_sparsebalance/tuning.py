@@ -136,14 +136,13 @@ def tune_sparsity(
     if anchor == "optimal":
         choice_M, anchor_ms = optimal(times_MC, gains_MC, base, group_M, scope == "rank")
     else:
-        summary = {"min": np.min, "mean": np.mean, "max": np.max}[anchor]
         if scope == "rank":
             part_M = group_M
-            anchor_ms = float(summary(group_sums(base_M, group_M, int(group_M.max()) + 1)))
+            anchor_ms = _anchor(anchor, group_sums(base_M, group_M, int(group_M.max()) + 1))
             cap_P = np.full(int(group_M.max()) + 1, anchor_ms)
         else:
             part_M = np.arange(len(micro_batches))
-            anchor_G = np.array([summary(base_M[group_M == group]) for group in range(int(group_M.max()) + 1)])
+            anchor_G = np.array([_anchor(anchor, base_M[group_M == group]) for group in range(int(group_M.max()) + 1)])
             anchor_ms, cap_P = float(anchor_G.sum()), anchor_G[group_M]
         choice_M = _fill(times_MC, gains_MC, part_M, cap_P, base)
         part_ms = group_sums(pick(times_MC, choice_M), part_M, len(cap_P))
@@ -178,8 +177,12 @@ def _times_ms(micro_batches: Sequence[MicroBatch], predictor: LatencyPredictor, 
     return times_MC
 
 
+def _anchor(anchor: str, values: Floats) -> float:
+    return float({"min": values.min(), "mean": values.mean(), "max": values.max()}[anchor])
+
+
 def _groups(micro_batches: Sequence[MicroBatch], scope: str) -> Indices:
-    """Number of the group of each micro-batch: those that share an anchor (all, or those of a slot), or a rank's sum."""
+    """Group number of each micro-batch: all, a slot's or a rank's share an anchor."""
     if scope == "microbatch":
         return np.zeros(len(micro_batches), dtype=np.intp)
     keys = [m.slot if scope == "slot" else m.rank for m in micro_batches]

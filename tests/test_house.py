@@ -15,18 +15,8 @@ PACKAGES = {
     "sparsebalance_kernels": ROOT / "kernels/sparsebalance_kernels",
 }
 PURE = {
-    "epoch",
-    "rivals",
-    "sparsity_aware",
-    "density",
-    "latency",
-    "latency_profile",
-    "tuning",
-    "batching",
-    "schedule",
-    "planner",
-    "errors",
-    "runlog",
+    *("batching", "density", "epoch", "errors", "ladder", "latency", "latency_profile", "optimal", "planner"),
+    *("rivals", "runlog", "schedule", "sparsity_aware", "tuning"),
 }
 # Names that are public beside what the packages' __init__ export.
 PUBLIC_MODULES = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -101,13 +102,14 @@ def densities(curves: Sequence[DensityCurve], p: NDArray[np.float64]) -> NDArray
     if any(curve.top_p is not grid and curve.top_p != grid for curve in curves):
         return np.array([curve.at_many(p) for curve in curves])
     points_NG = np.zeros((len(curves), len(grid) + 1))
-    points_NG[:, 1:] = [curve.density for curve in curves]
+    values = chain.from_iterable(curve.density for curve in curves)
+    points_NG[:, 1:] = np.fromiter(values, np.float64, len(curves) * len(grid)).reshape(len(curves), len(grid))
     grid_G = np.array((0.0, *grid))
     lower_C = np.clip(np.searchsorted(grid_G, p, side="right") - 1, 0, len(grid) - 1)
     share_C = (p - grid_G[lower_C]) / (grid_G[lower_C + 1] - grid_G[lower_C])
     low_NC, high_NC = points_NG[:, lower_C], points_NG[:, lower_C + 1]
-    values: NDArray[np.float64] = low_NC + share_C * (high_NC - low_NC)
-    return values
+    density_NC: NDArray[np.float64] = low_NC + share_C * (high_NC - low_NC)
+    return density_NC
 
 
 def uniform_curve(length: int, block_size: int, top_p: tuple[float, ...] = TOP_P_GRID) -> DensityCurve:

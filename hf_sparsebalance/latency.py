@@ -101,13 +101,14 @@ class LatencyPredictor:
         lower_X = upper_X - 1
         time_2X = self._power_law(log_X, lower_X, upper_X, self._dense_2R[:, lower_X], self._dense_2R[:, upper_X])
         if not dense:
-            low_2X = self._sparse_row(lower_X, densities_X)
-            high_2X = self._sparse_row(upper_X, densities_X)
+            low_2X, high_2X = self._sparse_rows(lower_X, densities_X)
             sparse_2X = self._power_law(log_X, lower_X, upper_X, low_2X, high_2X)
-            sparse_2X = np.where(lengths_X <= self.profile.context.block_size, time_2X, sparse_2X)
             context = self.profile.context
+            short_X = lengths_X <= context.block_size
+            if short_X.any():
+                sparse_2X = np.where(short_X, time_2X, sparse_2X)
             always_dense = context.num_dense_layers / context.num_layers
-            time_2X = always_dense * time_2X + (1.0 - always_dense) * sparse_2X
+            time_2X = always_dense * time_2X + (1.0 - always_dense) * sparse_2X if always_dense else sparse_2X
         scaled: NDArray[np.float64] = time_2X * (self.attention_scale * self.profile.context.num_layers)
         return np.broadcast_to(scaled, (2, *shape))
 
@@ -184,14 +185,28 @@ class LatencyPredictor:
         attention_scale, linear_scale = (min(max(scale, 0.25), 4.0) for scale in scales)
         return LatencyPredictor(self.profile, attention_scale, linear_scale)
 
-    def _sparse_row(self, row_X: NDArray[np.intp], density_X: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _sparse_rows(
+        self, lower_X: NDArray[np.intp], density_X: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Times at a density in the table's rows `lower_X` and the next ones, each [2, *shape]."""
         grid_D = self._densities_D
-        if len(grid_D) == 1:
-            return self._sparse_2RD[:, row_X, 0]
-        upper_X = np.clip(np.searchsorted(grid_D, density_X), 1, len(grid_D) - 1)
-        weight_X = (density_X - grid_D[upper_X - 1]) / (grid_D[upper_X] - grid_D[upper_X - 1])
-        low_2X, high_2X = self._sparse_2RD[:, row_X, upper_X - 1], self._sparse_2RD[:, row_X, upper_X]
-        return np.maximum(low_2X + weight_X * (high_2X - low_2X), 0.0)
+        num_rows, num_points = self._sparse_2RD.shape[1:]
+        flat_2P = self._sparse_2RD.reshape(2, num_rows * num_points)
+        if num_points == 1:
+            return flat_2P[:, lower_X], flat_2P[:, lower_X + 1]
+        point_X = np.clip(np.searchsorted(grid_D, density_X), 1, num_points - 1)
+        weight_X = (density_X - grid_D[point_X - 1]) / (grid_D[point_X] - grid_D[point_X - 1])
+        at_X = lower_X * num_points + point_X
+
+        def row(at_X: NDArray[np.intp]) -> NDArray[np.float64]:
+            left_2X = flat_2P.take(at_X - 1, axis=1)
+            times_2X = flat_2P.take(at_X, axis=1)
+            times_2X -= left_2X
+            times_2X *= weight_X
+            times_2X += left_2X
+            return np.maximum(times_2X, 0.0, out=times_2X)
+
+        return row(at_X), row(at_X + num_points)
 
     def _power_law(
         self,

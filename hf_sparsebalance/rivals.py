@@ -89,7 +89,7 @@ def wlb(epoch: Epoch, costs: Sequence[float]) -> list[Step]:
 
     Samples beyond a length threshold wait in a queue until every micro-batch of a step can have one. The others come
     in the order of `random`, each into the micro-batch of least cost if it fits there, else into the shortest, else it
-    is carried over. Every step takes as many samples as one global batch, so those behind a delayed sample move up;
+    is carried over. Every step draws as many samples as one global batch, so those behind a delayed sample move up;
     what still waits at the end of the epoch is flushed. Thresholds: the 90% and 97% quantiles of the lengths. The
     paper leaves open which rank runs which micro-batch; here ranks are evened greedily by cost.
 
@@ -112,7 +112,7 @@ def wlb(epoch: Epoch, costs: Sequence[float]) -> list[Step]:
             totals, tokens = [costs[s] for (s,) in bins], [lengths[s] for (s,) in bins]
             wanted -= num_bins
         fresh: list[int] = []
-        while len(carried) + len(fresh) < wanted and (stream or any(queues)):
+        while len(fresh) < wanted:
             if not stream:  # the end of the epoch: nothing to wait for any more
                 fresh.append(next(queue for queue in reversed(queues) if queue).popleft())
                 continue

@@ -30,7 +30,7 @@ ANCHORS = ("min", "mean", "max", "optimal")
 SCOPES = ("microbatch", "slot", "rank")
 _GRID_STEP = 0.01
 _ROUNDING = 1e-9  # relative: a mean of equal times may round below each of them
-_TILE = 512  # micro-batches whose times are predicted together
+_TILE = 256  # micro-batches whose times are predicted together
 
 
 @dataclass(frozen=True, slots=True)

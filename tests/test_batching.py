@@ -338,6 +338,18 @@ def test_wlb_gives_each_micro_batch_of_a_step_an_outlier():
         assert set(outliers) in ({0}, {1})
 
 
+def test_wlb_carries_over_what_does_not_fit():
+    """Under a tight token limit documents wait for a later step, and every one runs once, within the limit."""
+    lengths = [60] * 4 + [40] * 4 + [10] * 8
+    costs = [float(n) for n in lengths]
+    options = {"strategy": "wlb", "num_ranks": 2, "num_slots": 1, "batch_size": 2, "max_tokens": 100}
+    drawn = plan_batches(lengths, strategy="random", num_ranks=2, num_slots=1, batch_size=2)
+    assert max(sum(lengths[i] for i in slot) for step in drawn.steps for rank in step for slot in rank) > 100
+    plan = plan_batches(lengths, cost_ms=costs, **options)
+    assert sorted(i for step in range(4) for i in samples_of(plan, step)) == list(range(16))
+    assert max(sum(lengths[i] for i in slot) for step in plan.steps for rank in step for slot in rank) <= 100
+
+
 def test_wlb_refuses_what_it_cannot_place():
     """Documents that are carried over to the end of the epoch are an error, never dropped."""
     with pytest.raises(UserError, match="max_tokens"):

@@ -67,7 +67,7 @@ class SparseBalanceArguments(TrainingArguments):
     profile: str | None = field(
         default=None,
         metadata={"help": "Latency profile of this device and model, written by `sparsebalance profile`. Needed by "
-                          "sparsity_aware batching and by tuning."},
+                          "sparsity_aware and wlb batching and by tuning."},
     )  # fmt: skip
     refit: bool = field(
         default=True,

@@ -92,23 +92,25 @@ class LatencyPredictor:
         Returns:
             [2, *shape] milliseconds, scaled: forward, backward.
         """
-        lengths_X, densities_X = np.broadcast_arrays(
-            np.asarray(lengths, dtype=np.float64), np.asarray(densities, dtype=np.float64)
-        )
+        # Lengths are not spread over the densities' shape: what depends on them alone is computed once for each.
+        lengths_X, densities_X = np.asarray(lengths, dtype=np.float64), np.asarray(densities, dtype=np.float64)
+        shape = np.broadcast_shapes(lengths_X.shape, densities_X.shape)
+        lengths_X = lengths_X.reshape((1,) * (len(shape) - lengths_X.ndim) + lengths_X.shape)
         log_X = np.log(lengths_X)
         upper_X = np.clip(np.searchsorted(self._log_lengths_R, log_X), 1, len(self._log_lengths_R) - 1)
         lower_X = upper_X - 1
         time_2X = self._power_law(log_X, lower_X, upper_X, self._dense_2R[:, lower_X], self._dense_2R[:, upper_X])
         if not dense:
-            low_2X = self._sparse_row(lower_X, densities_X)
-            high_2X = self._sparse_row(upper_X, densities_X)
+            low_2X, high_2X = self._sparse_rows(lower_X, densities_X)
             sparse_2X = self._power_law(log_X, lower_X, upper_X, low_2X, high_2X)
-            sparse_2X = np.where(lengths_X <= self.profile.context.block_size, time_2X, sparse_2X)
             context = self.profile.context
+            short_X = lengths_X <= context.block_size
+            if short_X.any():
+                sparse_2X = np.where(short_X, time_2X, sparse_2X)
             always_dense = context.num_dense_layers / context.num_layers
-            time_2X = always_dense * time_2X + (1.0 - always_dense) * sparse_2X
+            time_2X = always_dense * time_2X + (1.0 - always_dense) * sparse_2X if always_dense else sparse_2X
         scaled: NDArray[np.float64] = time_2X * (self.attention_scale * self.profile.context.num_layers)
-        return scaled
+        return np.broadcast_to(scaled, (2, *shape))
 
     def document(self, length: int, density: float, dense: bool = False) -> Latency:
         """Attention of all layers for one document of `length` tokens.
@@ -183,14 +185,28 @@ class LatencyPredictor:
         attention_scale, linear_scale = (min(max(scale, 0.25), 4.0) for scale in scales)
         return LatencyPredictor(self.profile, attention_scale, linear_scale)
 
-    def _sparse_row(self, row_X: NDArray[np.intp], density_X: NDArray[np.float64]) -> NDArray[np.float64]:
+    def _sparse_rows(
+        self, lower_X: NDArray[np.intp], density_X: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Times at a density in the table's rows `lower_X` and the next ones, each [2, *shape]."""
         grid_D = self._densities_D
-        if len(grid_D) == 1:
-            return self._sparse_2RD[:, row_X, 0]
-        upper_X = np.clip(np.searchsorted(grid_D, density_X), 1, len(grid_D) - 1)
-        weight_X = (density_X - grid_D[upper_X - 1]) / (grid_D[upper_X] - grid_D[upper_X - 1])
-        low_2X, high_2X = self._sparse_2RD[:, row_X, upper_X - 1], self._sparse_2RD[:, row_X, upper_X]
-        return np.maximum(low_2X + weight_X * (high_2X - low_2X), 0.0)
+        num_rows, num_points = self._sparse_2RD.shape[1:]
+        flat_2P = self._sparse_2RD.reshape(2, num_rows * num_points)
+        if num_points == 1:
+            return flat_2P[:, lower_X], flat_2P[:, lower_X + 1]
+        point_X = np.clip(np.searchsorted(grid_D, density_X), 1, num_points - 1)
+        weight_X = (density_X - grid_D[point_X - 1]) / (grid_D[point_X] - grid_D[point_X - 1])
+        at_X = lower_X * num_points + point_X
+
+        def row(at_X: NDArray[np.intp]) -> NDArray[np.float64]:
+            left_2X = flat_2P.take(at_X - 1, axis=1)
+            times_2X = flat_2P.take(at_X, axis=1)
+            times_2X -= left_2X
+            times_2X *= weight_X
+            times_2X += left_2X
+            return np.maximum(times_2X, 0.0, out=times_2X)
+
+        return row(at_X), row(at_X + num_points)
 
     def _power_law(
         self,
@@ -204,12 +220,13 @@ class LatencyPredictor:
         start_X = self._log_lengths_R[lower_X]
         exponent_2X = (log_high_2X - log_low_2X) / (self._log_lengths_R[upper_X] - start_X)
         # Outside the table noise in the last two rows would be multiplied: attention grows between L^0 and L^3.
-        outside_X = (log_X < self._log_lengths_R[0]) | (log_X > self._log_lengths_R[-1])
-        exponent_2X = np.where(outside_X, np.clip(exponent_2X, 0.0, 3.0), exponent_2X)
         above_X = log_X > self._log_lengths_R[-1]
-        anchor_X = np.where(above_X, self._log_lengths_R[upper_X], start_X)
-        log_time_2X = np.where(above_X, log_high_2X, log_low_2X) + exponent_2X * (log_X - anchor_X)
-        return np.exp(log_time_2X)
+        outside_X = (log_X < self._log_lengths_R[0]) | above_X
+        if outside_X.any():
+            exponent_2X = np.where(outside_X, np.clip(exponent_2X, 0.0, 3.0), exponent_2X)
+            log_low_2X = np.where(above_X, log_high_2X, log_low_2X)
+            start_X = np.where(above_X, self._log_lengths_R[upper_X], start_X)
+        return np.exp(log_low_2X + exponent_2X * (log_X - start_X))
 
 
 _MIN_OBSERVATIONS = 8

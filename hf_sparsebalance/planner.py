@@ -14,11 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hf_sparsebalance.batching import BatchPlan, plan_batches
+import numpy as np
+
+from hf_sparsebalance.batching import COST_STRATEGIES, BatchPlan, plan_batches
 from hf_sparsebalance.density import CurveStore, DensityCurve
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
-from hf_sparsebalance.tuning import MicroBatch, Tuning, tune_sparsity
+from hf_sparsebalance.tuning import MicroBatch, Tuning, candidate_budgets, tune_sparsity
 
 # What a user calls the things that the order of documents depends on.
 _OPTIONS = {
@@ -27,7 +29,10 @@ _OPTIONS = {
     "num_ranks": "num_ranks",
     "num_slots": "--gradient_accumulation_steps",
     "batch_size": "--per_device_train_batch_size",
-    **{name: f"--{name}" for name in ("batching", "seed", "max_tokens", "window", "base_top_p", "block_size")},
+    **{
+        name: f"--{name}"
+        for name in ("batching", "seed", "max_tokens", "window", "base_top_p", "tolerance", "block_size")
+    },
 }
 
 # About 64 steps of 8 micro-batches: long enough for a stable fit, short enough to follow a machine that slows down.
@@ -100,7 +105,7 @@ class Planner:
     Args:
         settings: see :class:`PlanSettings`.
         lengths: tokens of each sample.
-        predictor: needed by ``sparsity_aware`` batching and by tuning.
+        predictor: needed by ``sparsity_aware`` and ``wlb`` batching and by tuning.
         num_epochs: how many epochs to try out at once under ``max_tokens``.
 
     Raises:
@@ -114,10 +119,10 @@ class Planner:
         predictor: LatencyPredictor | None = None,
         num_epochs: int = 1,
     ) -> None:
-        if predictor is None and (settings.tunes or settings.batching == "sparsity_aware"):
+        if predictor is None and (settings.tunes or settings.batching in COST_STRATEGIES):
             raise UserError(
-                "--profile is needed for batching=sparsity_aware and for tolerance > 0: run `sparsebalance profile`, "
-                "or use --batching random --tolerance 0"
+                "--profile is needed for batching=sparsity_aware or wlb and for tolerance > 0: run `sparsebalance "
+                "profile`, or use --batching random --tolerance 0"
             )
         self.settings = settings
         self.lengths = lengths
@@ -249,9 +254,11 @@ class Planner:
         settings = self.settings
         names = ["batching", "num_ranks", "num_slots", "batch_size", "seed", "max_tokens"]
         order: dict[str, Any] = {"lengths": _digest(list(self.lengths))}
-        if settings.batching == "sparsity_aware":
+        if settings.batching in COST_STRATEGIES:
             assert self.predictor is not None
-            names += ["window", "base_top_p", "block_size"]
+            names += ["base_top_p", "block_size"]
+            if settings.batching == "sparsity_aware":
+                names += ["window", "tolerance"]
             order["profile"] = _digest(self.predictor.profile.to_json())
         return {**order, **{name: getattr(settings, name) for name in names}}
 
@@ -261,6 +268,17 @@ class Planner:
 
     def _plan_epoch(self, epoch: int, learned: Mapping[str, Any]) -> BatchPlan:
         settings = self.settings
+        costs_ms = least_ms = None
+        if settings.batching in COST_STRATEGIES:
+            # From the snapshot only: what has been learned since must not change a resumed run's order.
+            predictor = _scaled(self.predictor, learned["scales"])
+            curves = CurveStore.from_state_dict(learned["curves"])
+            assert predictor is not None
+            costs_ms = self._costs_ms(predictor, curves, settings.base_top_p)
+            if settings.tunes and settings.base_top_p is not None:
+                lowest = candidate_budgets(settings.base_top_p, settings.tolerance)[0]
+                reached = [self._costs_ms(predictor, curves, top_p) for top_p in (lowest, 1.0)]
+                least_ms = np.minimum.reduce([costs_ms, *reached]).tolist()
         return plan_batches(
             self.lengths,
             strategy=settings.batching,
@@ -271,15 +289,12 @@ class Planner:
             epoch=epoch,
             window=settings.window,
             max_tokens=settings.max_tokens,
-            cost_ms=self._costs_ms(learned) if settings.batching == "sparsity_aware" else None,
+            cost_ms=costs_ms,
+            least_ms=least_ms,
         )
 
-    def _costs_ms(self, learned: Mapping[str, Any]) -> list[float]:
-        """Predicted time of each sample alone at the base budget, from the snapshot only."""
-        predictor = _scaled(self.predictor, learned["scales"])
-        curves = CurveStore.from_state_dict(learned["curves"])
-        assert predictor is not None
-        top_p = self.settings.base_top_p
+    def _costs_ms(self, predictor: LatencyPredictor, curves: CurveStore, top_p: float | None) -> list[float]:
+        """Predicted time of each sample alone at a budget, without the constant of its micro-batch."""
         dense = top_p is None or top_p == 1.0
         densities = [
             1.0 if top_p is None else curves.lookup(sample, length).at(top_p)

@@ -1,0 +1,148 @@
+"""Anchor `optimal` of dynamic sparsity tuning: the least step time whose total gain is no less than the base budget's.
+
+This project's own; arXiv 2604.13847 has `min`, `mean` and `max`. Where ranks meet at every micro-batch a slot is one
+item whose options are its possible times; where only the ranks' sums meet, bisection finds the least time up to which
+all ranks, filled with the most gain, reach the target. Pure numpy; see `ladder` for the letters.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_sparsebalance.ladder import Floats, Indices, Ladder, group_sums, pareto, pick, top_up, trim
+
+__all__ = ["optimal"]
+
+_SETTLED = 1e-5  # relative width at which the search for a rank's time ends
+
+
+def optimal(times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, sums: bool) -> tuple[Indices, float]:
+    """Option of each micro-batch, and the step time reached.
+
+    Args:
+        times_MC, gains_MC: milliseconds and gain of each micro-batch at each option.
+        base: the option whose total gain is the target.
+        group_M: the rank (`sums`) or slot of each micro-batch, 0, 1, ...
+        sums: whether the step lasts as long as the largest sum of a group, or as the sum of the groups' slowest.
+    """
+    num_groups = int(group_M.max()) + 1
+    target = float(gains_MC[:, base].sum()) * (1 - 1e-12)
+    plain_M = np.full(len(times_MC), base)
+    if sums:
+        choice_M = _least_largest_sum(times_MC, gains_MC, base, group_M, num_groups, target)
+    else:
+        choice_M = _least_sum_of_slowest(times_MC, gains_MC, group_M, num_groups, target)
+    if _step_ms(times_MC, choice_M, group_M, num_groups, sums) > _step_ms(
+        times_MC, plain_M, group_M, num_groups, sums
+    ):
+        choice_M = plain_M
+    if sums:
+        part_M, cap_P = group_M, np.full(num_groups, _group_ms(times_MC, choice_M, group_M, num_groups, sums).max())
+    else:
+        part_M = np.arange(len(times_MC))
+        cap_P = _group_ms(times_MC, choice_M, group_M, num_groups, sums)[group_M]
+    choice_M = _least_work(times_MC, gains_MC, choice_M, part_M, cap_P, target)
+    return choice_M, _step_ms(times_MC, choice_M, group_M, num_groups, sums)
+
+
+def _group_ms(times_MC: Floats, choice_M: Indices, group_M: Indices, num_groups: int, sums: bool) -> Floats:
+    if sums:
+        return group_sums(pick(times_MC, choice_M), group_M, num_groups)
+    slowest_G = np.zeros(num_groups)
+    np.maximum.at(slowest_G, group_M, pick(times_MC, choice_M))
+    return slowest_G
+
+
+def _step_ms(times_MC: Floats, choice_M: Indices, group_M: Indices, num_groups: int, sums: bool) -> float:
+    group_ms = _group_ms(times_MC, choice_M, group_M, num_groups, sums)
+    return float(group_ms.max() if sums else group_ms.sum())
+
+
+def _least_sum_of_slowest(
+    times_MC: Floats, gains_MC: Floats, group_M: Indices, num_groups: int, target: float
+) -> Indices:
+    """Least sum of slot times: each slot is an item whose options are its possible times (one slot: exact)."""
+    item_H, option_H = np.nonzero(pareto(times_MC, gains_MC))
+    time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
+    first = np.append(True, item_H[1:] != item_H[:-1])
+    more_H = np.where(first, gain_H, gain_H - np.append(0.0, gain_H[:-1]))
+    slots = []
+    for group in range(num_groups):
+        members = np.flatnonzero(group_M[item_H] == group)
+        members = members[np.argsort(time_H[members], kind="stable")]
+        limits, last = np.unique(time_H[members][::-1], return_index=True)
+        gain_L = np.cumsum(more_H[members])[len(members) - 1 - last]
+        fits_all = limits >= time_H[members[first[members]]].max()
+        slots.append((limits[fits_all], gain_L[fits_all]))
+    width = max(len(limits) for limits, _ in slots)
+    limits_GL = np.array([np.pad(limits, (0, width - len(limits)), mode="edge") for limits, _ in slots])
+    gains_GL = np.array([np.pad(gains, (0, width - len(gains)), mode="edge") for _, gains in slots])
+    ladder = Ladder(limits_GL, gains_GL, np.zeros(num_groups, dtype=np.intp), 1)
+    moves = min(int(np.searchsorted(ladder.total_gain_V, target)), ladder.num_moves)
+    limit_G = ladder.after(np.array([moves]))
+    while moves < ladder.num_moves and pick(gains_GL, limit_G).sum() < target:
+        moves += 1  # a running total may differ from the sum by rounding
+        limit_G = ladder.after(np.array([moves]))
+    limit_G = trim(limits_GL, gains_GL, limit_G, target)
+    fits_MC = times_MC <= pick(limits_GL, limit_G)[group_M][:, None]
+    choice_M: Indices = np.where(fits_MC, gains_MC, -1.0).argmax(axis=1)
+    return choice_M
+
+
+def _least_largest_sum(
+    times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, num_groups: int, target: float
+) -> Indices:
+    """Least T such that ranks filled up to T reach the target: by fractions of moves, whole ones, topped up."""
+    ladder = Ladder(times_MC, gains_MC, group_M, num_groups)
+    least = float(ladder.start_ms_G.max())
+    high = max(least, float(group_sums(times_MC[:, base], group_M, num_groups).max()))
+
+    def topped_up(limit: float) -> Indices:
+        limit_G = np.full(num_groups, limit)
+        return top_up(times_MC, gains_MC, ladder.after(ladder.moves_within(limit_G)), group_M, limit_G)
+
+    def bisect(low: float, high: float, relaxed: bool) -> tuple[float, float]:
+        for _ in range(50):
+            middle = (low + high) / 2
+            if ladder.gain_within(np.full(num_groups, middle), relaxed=relaxed) >= target:
+                high = middle
+            else:
+                low = middle
+        return low, high
+
+    low, enough = bisect(least, high, True)
+    # Whole moves need at most one move per rank more than fractions of them.
+    _, enough = bisect(low, min(high, enough + ladder.longest_ms), False)
+    best_M = topped_up(enough)
+    if pick(gains_MC, best_M).sum() < target:
+        enough, best_M = high, topped_up(high)
+        if pick(gains_MC, best_M).sum() < target:
+            return np.full(len(times_MC), base)
+    while enough - low > _SETTLED * enough:
+        middle = (low + enough) / 2
+        trial_M = topped_up(middle)
+        if pick(gains_MC, trial_M).sum() >= target:
+            enough, best_M = middle, trial_M
+        else:
+            low = middle
+    return best_M
+
+
+def _least_work(
+    times_MC: Floats, gains_MC: Floats, choice_M: Indices, part_M: Indices, cap_P: Floats, target: float
+) -> Indices:
+    """Less total time without raising any part above its cap; the given choice, trimmed, where that is not found."""
+    cap_P = cap_P * (1 + 1e-12)
+    allowed_MC = np.where(times_MC <= cap_P[part_M][:, None], times_MC, np.inf)
+    ladder = Ladder(allowed_MC, gains_MC, part_M, len(cap_P))
+    fits_G = ladder.moves_within(cap_P)
+    # Of all moves that fit their part, the best gain per time first, until the target is reached.
+    cheap_M = ladder.best_moves(fits_G, target)
+    if pick(gains_MC, cheap_M).sum() < target:
+        cheap_M = top_up(times_MC, gains_MC, cheap_M, part_M, cap_P)
+    trimmed_M = trim(times_MC, gains_MC, choice_M, target)
+    if pick(gains_MC, cheap_M).sum() >= target:
+        cheap_M = trim(times_MC, gains_MC, cheap_M, target)
+        if pick(times_MC, cheap_M).sum() < pick(times_MC, trimmed_M).sum():
+            return cheap_M
+    return trimmed_M

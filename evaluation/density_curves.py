@@ -13,7 +13,7 @@ pass is replayed in a shuffled order: each source predicts a document's curve, t
     probe n   the gate curves of the first n layers, mapped to the whole model's by online least squares
     memory    CurveStore for a document seen an epoch earlier
 
-Error: mean absolute relative error of the density over documents and budgets .5 to .9.  Imbalance: what the error costs
+Error: mean absolute relative error of the density over documents and budgets .5 to .9.  Imbalance: what it costs
 a step that is otherwise balanced perfectly (largest over mean of the ranks' times - 1; see `imbalance`), to hold
 against the price of a probe, its share of a training step's FLOPs.
 
@@ -62,6 +62,7 @@ PROBE_LAYERS = (1, 2, 4, 8)
 LEAST_FITTED = 4  # documents before the probe's fit is used
 # The step that an error is priced on: 8 ranks x 4 micro-batches, attention 60 % of the time.
 RANKS, SLOTS, ATTENTION_SHARE = 8, 4, 0.6
+PRICED = 3  # number of its budget in BUDGETS
 
 
 def texts_of(kind: str) -> list[tuple[str, str]]:
@@ -138,9 +139,9 @@ def record(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     documents, further = choose_documents(tokenizer, args.lengths, args.documents, args.steps)
     base = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sparsebalance", dtype=args.dtype)
     base.config.sparse_attention = {"block_size": args.block_size, "top_p": args.top_p}
+    first = record_pass(base, documents, args.top_p, "first pass")
     torch.manual_seed(SEED)
     model = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear"))
-    first = record_pass(model, documents, args.top_p, "first pass")
     losses = train(model, further, args.top_p)
     second = record_pass(model, documents, args.top_p, "second pass")
     named = [{key: document[key] for key in ("kind", "name", "length")} for document in documents]
@@ -227,12 +228,11 @@ def measure_sources(recorded: dict[str, Any], args: argparse.Namespace) -> list[
         members = [i for i, document in enumerate(documents) if stream in ("mixed", document["kind"])]
         for source, predicted in replay(recorded, members, args.block_size).items():
             truth = second if source == "memory" else first
-            # A document's error at the budget that is furthest from the mean would double-count: all budgets alike.
             errors = np.array([predicted[i] / whole_model(truth[i]).at_many(BUDGETS) - 1.0 for i in members[1:]])
             row = {"stream": stream, "source": source, "documents": len(errors)}
             row |= {"error": float(np.abs(errors).mean()), "bias": float(errors.mean())}
             row |= {"error_by_budget": dict(zip(map(str, BUDGETS), np.abs(errors).mean(axis=0), strict=True))}
-            row["imbalance"] = imbalance(errors[:, -2])
+            row["imbalance"] = imbalance(errors[:, PRICED])
             if source.startswith("probe"):
                 n, length = int(source.split()[1]), statistics.median_low(args.lengths)
                 row["probe_share"] = probe_share(recorded["config"], n, length, 0.4)
@@ -293,7 +293,12 @@ def describe(args: argparse.Namespace) -> dict[str, Any]:
         "machine": {"cpu": cpu[1] if cpu else platform.machine(), "cores": os.cpu_count(), "threads": args.threads},
         "versions": versions | {"transformers": transformers.__version__},
         "settings": recording_settings(args) | {"seed": SEED, "learning_rate": LEARNING_RATE},
-        "imbalance_of": {"ranks": RANKS, "micro_batches": SLOTS, "attention_share": ATTENTION_SHARE, "top_p": 0.8},
+        "imbalance_of": {
+            "ranks": RANKS,
+            "micro_batches": SLOTS,
+            "attention_share": ATTENTION_SHARE,
+            "top_p": BUDGETS[PRICED],
+        },
     }
 
 

@@ -59,6 +59,10 @@ KINDS = ("python", "english")
 SEED = 0
 LEARNING_RATE = 2e-4
 PROBE_LAYERS = (1, 2, 4, 8)
+SHAPE_KEYS = (
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
 LEAST_FITTED = 4  # documents before the probe's fit is used
 # The step that an error is priced on: 8 ranks x 4 micro-batches, attention 60 % of the time.
 RANKS, SLOTS, ATTENTION_SHARE = 8, 4, 0.6
@@ -145,14 +149,8 @@ def record(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     losses = train(model, further, args.top_p)
     second = record_pass(model, documents, args.top_p, "second pass")
     named = [{key: document[key] for key in ("kind", "name", "length")} for document in documents]
-    config = {key: getattr(base.config, key) for key in CONFIG_KEYS} | {"head_dim": base.config.head_dim}
-    return {"documents": named, "passes": [first, second], "training_losses": losses, "config": config}
-
-
-CONFIG_KEYS = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "vocab_size"),
-)
+    shape = {key: getattr(base.config, key) for key in SHAPE_KEYS}
+    return {"documents": named, "passes": [first, second], "training_losses": losses, "config": shape}
 
 
 def whole_model(seen: dict[str, Any], layers: int | None = None) -> DensityCurve:

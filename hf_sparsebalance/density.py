@@ -23,6 +23,12 @@ __all__ = ["TOP_P_GRID", "CurveStore", "DensityCurve", "densities", "uniform_cur
 
 # Dense enough that linear interpolation costs less than the spread between documents of one length.
 TOP_P_GRID: tuple[float, ...] = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.99, 1.0)
+_GRID = np.asarray(TOP_P_GRID)
+# Lengths of unseen documents are told apart to 9 %; a doubling changes the density by a quarter to a third.
+_STEPS_PER_OCTAVE = 8
+# Observations x octaves^2 that say "no slope": two documents of nearly the same length must not set one.
+_SLOPE_RIDGE = 0.05
+_LEAST_RATIO = 1e-6  # keeps logarithms finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +149,29 @@ def uniform_curve(length: int, block_size: int, top_p: tuple[float, ...] = TOP_P
     return DensityCurve.from_measured(top_p, density_P.tolist())
 
 
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Moving averages over the documents of one power of two of lengths.
+
+    Attributes:
+        count: documents seen.
+        octave: log2 of the length.
+        ratio: density over the prior's at each p of TOP_P_GRID.
+    """
+
+    count: int
+    octave: float
+    ratio: tuple[float, ...]
+
+
 class CurveStore:
     """Density curves of the samples of one run, with a fall-back for samples not seen yet.
 
     Sources, best first: the curve of the micro-batch that the sample was last seen in (its own, where it was alone
-    there); the moving average of its length bucket (powers of two); the analytic prior at the bucket's middle length.
+    there); the analytic prior at the sample's length, times the ratio of seen to prior density that its length bucket
+    (powers of two) showed on average, or else the nearest bucket; the prior.  The ratio is brought to the sample's
+    length: at each p it follows about a power of the length (on a pretrained model; it is 1 for random weights), which
+    is fitted over the buckets.
     The state depends on the order of `observe` calls, so ranks that must plan alike have to report the same
     observations in the same order.
 
@@ -165,30 +189,37 @@ class CurveStore:
         self.block_size = block_size
         self.average_weight = average_weight
         self._samples: dict[int, DensityCurve] = {}
-        self._buckets: dict[int, tuple[int, DensityCurve]] = {}
+        self._buckets: dict[int, _Bucket] = {}
+        # By step of length; both only remember what follows from the rest.
         self._priors: dict[int, DensityCurve] = {}
+        self._typical: dict[int, DensityCurve] = {}
 
     def lookup(self, sample: int, length: int) -> DensityCurve:
         """The best known curve of a sample of `length` tokens (see the class for the order of sources)."""
-        if length <= self.block_size:
-            return self._prior(length)
         own = self._samples.get(sample)
         if own is not None:
             return own
-        bucket = self._buckets.get(_bucket(length))
-        return bucket[1] if bucket is not None else self._prior(length)
+        step = self._step(length)
+        curve = self._typical.get(step)
+        if curve is None:
+            curve = self._typical[step] = self._typical_curve(step)
+        return curve
 
     def observe(self, sample: int, length: int, curve: DensityCurve) -> None:
-        """Remember the curve seen of a sample and move its length bucket's average toward it."""
+        """Remember the curve seen of a sample and move its length bucket's averages toward it."""
         if length <= self.block_size:
             return  # no history: its constant curve would only disturb the bucket
         self._samples[sample] = curve
-        key = _bucket(length)
-        count, average = self._buckets.get(key, (0, curve))
-        weight = max(self.average_weight, 1.0 / (count + 1))
-        grid = np.asarray(average.top_p)
-        mixed = (1.0 - weight) * np.asarray(average.density) + weight * curve.at_many(grid)
-        self._buckets[key] = (count + 1, DensityCurve.from_measured(average.top_p, mixed.tolist()))
+        octave = math.log2(length)
+        ratio = curve.at_many(_GRID) / np.asarray(self._prior(self._step(length)).density)
+        average = self._buckets.get(int(octave), _Bucket(0, octave, tuple(ratio.tolist())))
+        weight = max(self.average_weight, 1.0 / (average.count + 1))
+        self._buckets[int(octave)] = _Bucket(
+            average.count + 1,
+            (1.0 - weight) * average.octave + weight * octave,
+            tuple(((1.0 - weight) * np.asarray(average.ratio) + weight * ratio).tolist()),
+        )
+        self._typical.clear()
 
     def state_dict(self) -> dict[str, object]:
         """Everything learnt, as plain JSON-able data; grids are stored once, since nearly all curves share one."""
@@ -198,7 +229,7 @@ class CurveStore:
             return [grids.setdefault(curve.top_p, len(grids)), list(curve.density)]
 
         samples = [[sample, *pack(curve)] for sample, curve in sorted(self._samples.items())]
-        buckets = [[key, count, *pack(curve)] for key, (count, curve) in sorted(self._buckets.items())]
+        buckets = [[key, each.count, each.octave, list(each.ratio)] for key, each in sorted(self._buckets.items())]
         return {
             "block_size": self.block_size,
             "average_weight": self.average_weight,
@@ -219,26 +250,48 @@ class CurveStore:
             grids = [tuple(float(p) for p in grid) for grid in _as(list, state["grids"])]
             for sample, grid, density in _as(list, state["samples"]):
                 store._samples[int(sample)] = DensityCurve(grids[grid], tuple(density))
-            for key, count, grid, density in _as(list, state["buckets"]):
-                store._buckets[int(key)] = (int(count), DensityCurve(grids[grid], tuple(density)))
+            for key, count, octave, ratio in _as(list, state["buckets"]):
+                if len(ratio) != len(TOP_P_GRID):
+                    raise ValueError(f"{len(ratio)} ratios in a bucket, not {len(TOP_P_GRID)}")
+                store._buckets[int(key)] = _Bucket(int(count), float(octave), tuple(float(each) for each in ratio))
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"the density curves of the checkpoint are damaged ({error}): resume from another checkpoint"
             ) from error
         return store
 
-    def _prior(self, length: int) -> DensityCurve:
-        # One curve per bucket, taken at its middle, whatever length asked first: keeps lookups independent of order.
-        key = _bucket(length) if length > self.block_size else -1
-        curve = self._priors.get(key)
+    def _step(self, length: int) -> int:
+        """Which step of lengths it lies in; -1 without history.  Lookups within a step share one curve."""
+        return round(_STEPS_PER_OCTAVE * math.log2(length)) if length > self.block_size else -1
+
+    def _prior(self, step: int) -> DensityCurve:
+        """The analytic prior at the middle of a step of lengths."""
+        curve = self._priors.get(step)
         if curve is None:
-            middle = 1 if key < 0 else max(3 << key >> 1, self.block_size + 1)
-            curve = self._priors[key] = uniform_curve(middle, self.block_size)
+            middle = 1 if step < 0 else max(round(2.0 ** (step / _STEPS_PER_OCTAVE)), self.block_size + 1)
+            curve = self._priors[step] = uniform_curve(middle, self.block_size)
         return curve
 
+    def _typical_curve(self, step: int) -> DensityCurve:
+        """The curve of an unseen document at the middle of a step of lengths."""
+        prior, octave = self._prior(step), step / _STEPS_PER_OCTAVE
+        if step < 0 or not self._buckets:
+            return prior
+        _, key = min((abs(bucket.octave - octave), key) for key, bucket in self._buckets.items())
+        nearest = self._buckets.get(int(octave), self._buckets[key])
+        ratio = np.asarray(nearest.ratio) * 2.0 ** (self._slopes() * (octave - nearest.octave))
+        return DensityCurve.from_measured(TOP_P_GRID, (ratio * prior.density).tolist())
 
-def _bucket(length: int) -> int:
-    return length.bit_length() - 1
+    def _slopes(self) -> NDArray[np.float64]:
+        """Change of log2 ratio per octave of length at each p: weighted least squares over the buckets."""
+        buckets = [bucket for _, bucket in sorted(self._buckets.items())]
+        # A moving average forgets: beyond 1 / average_weight observations a bucket is no better known.
+        weight_N = np.array([min(bucket.count, 1.0 / self.average_weight) for bucket in buckets])
+        octave_N = np.array([bucket.octave for bucket in buckets])
+        log_ratio_NP = np.log2(np.maximum([bucket.ratio for bucket in buckets], _LEAST_RATIO))
+        weighted_N = weight_N * (octave_N - weight_N @ octave_N / weight_N.sum())
+        slopes: NDArray[np.float64] = weighted_N @ log_ratio_NP / (weighted_N @ octave_N + _SLOPE_RIDGE)
+        return slopes
 
 
 def _as(kind: type, value: Any) -> Any:

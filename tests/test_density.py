@@ -81,16 +81,56 @@ def test_uniform_curve_without_history_is_dense():
 
 
 def test_store_prefers_own_then_bucket_then_prior():
-    """A sample's own curve wins over its bucket's average, and that over the prior."""
+    """A sample's own curve wins over its bucket's average, and that over the prior of a store that saw nothing."""
     store = CurveStore(64)
-    prior = store.lookup(0, 1000)
+    assert store.lookup(0, 1024) == uniform_curve(1024, 64)
     low, high = DensityCurve((0.5, 1.0), (0.1, 1.0)), DensityCurve((0.5, 1.0), (0.3, 1.0))
     store.observe(1, 1000, low)
     store.observe(2, 1020, high)
     assert store.lookup(1, 1000) == low
-    assert store.lookup(3, 600).at(0.5) == pytest.approx(0.2, abs=ULPS)  # same power of two, seldom seen: plain mean
-    assert store.lookup(3, 5000) == CurveStore(64).lookup(3, 5000)
-    assert prior == CurveStore(64).lookup(9, 700)
+    assert store.lookup(3, 600).at(0.5) == pytest.approx(
+        0.2 / uniform_curve(1024, 64).at(0.5) * uniform_curve(609, 64).at(0.5), rel=1e-9
+    )  # same power of two, seldom seen: plain mean of the ratios to the prior; one bucket has no slope
+    assert store.lookup(3, 4096).at(0.5) == pytest.approx(
+        0.2 / uniform_curve(1024, 64).at(0.5) * uniform_curve(4096, 64).at(0.5), rel=1e-9
+    )
+    assert store.lookup(3, 64) == uniform_curve(64, 64)  # no history
+
+
+def law(length, block_size=64):
+    """A curve that lies below the prior by a power of the length, the steeper the smaller p is."""
+    prior = uniform_curve(length, block_size)
+    scaled = [d * (length / 256) ** (-0.5 * (1 - p)) for p, d in zip(prior.top_p, prior.density, strict=True)]
+    return DensityCurve.from_measured(prior.top_p, scaled)
+
+
+@pytest.mark.parametrize("length", [1024, 1448, 2048, 2896, 4096, 8192])
+def test_unseen_lengths_follow_the_power_law_of_the_seen(length):
+    """From three lengths seen, a power law is continued to lengths between and beyond, at every p."""
+    store = CurveStore(64)
+    for sample, seen in enumerate([1024, 2048, 4096] * 10):
+        store.observe(sample, seen, law(seen))
+    for p in (0.25, 0.5, 0.75, 0.9):
+        assert store.lookup(99, length).at(p) == pytest.approx(law(length).at(p), rel=0.01)
+
+
+@given(st.lists(st.integers(65, 20_000), min_size=1, max_size=20), st.integers(65, 20_000))
+def test_a_uniform_gate_stays_at_the_prior(seen, length):
+    """While everything seen is the prior, the prediction stays there, whatever the lengths."""
+    store = CurveStore(64)
+    for sample, each in enumerate(seen):
+        store.observe(sample, 2 ** round(math.log2(each)), uniform_curve(max(65, 2 ** round(math.log2(each))), 64))
+    predicted, prior = store.lookup(99, length), CurveStore(64).lookup(99, length)
+    assert predicted.density == pytest.approx(prior.density, rel=1e-9)
+
+
+def test_two_neighbours_set_no_slope():
+    """Two documents on both sides of a bucket's edge, of nearly one length, do not extrapolate their difference."""
+    store = CurveStore(64)
+    store.observe(0, 2047, DensityCurve((0.5, 1.0), (0.2, 1.0)))
+    store.observe(1, 2049, DensityCurve((0.5, 1.0), (0.3, 1.0)))
+    assert 0.15 < store.lookup(9, 512).at(0.5) < 0.25
+    assert 0.25 < store.lookup(9, 16384).at(0.5) < 0.35
 
 
 def test_store_average_moves_by_its_weight_once_settled():
@@ -99,7 +139,7 @@ def test_store_average_moves_by_its_weight_once_settled():
     for sample in range(4):
         store.observe(sample, 1000, DensityCurve((0.5, 1.0), (0.2, 1.0)))
     store.observe(4, 1000, DensityCurve((0.5, 1.0), (0.6, 1.0)))
-    assert store.lookup(99, 1000).at(0.5) == pytest.approx(0.3, abs=ULPS)
+    assert store.lookup(99, 1000).at(0.5) == pytest.approx(0.3, rel=1e-9)
 
 
 def test_store_survives_json():
@@ -115,6 +155,12 @@ def test_store_survives_json():
 def test_damaged_state_is_a_user_error():
     """A checkpoint with damaged curves is refused in one line."""
     state = CurveStore(64).state_dict()
-    for damage in ({"samples": [[1, 0, [0.1]]]}, {"grids": None}, {"block_size": "x"}, {"block_size": 0}):
+    for damage in (
+        {"samples": [[1, 0, [0.1]]]},
+        {"grids": None},
+        {"buckets": [[9, 1, 9.5, [1.0]]]},
+        {"block_size": "x"},
+        {"block_size": 0},
+    ):
         with pytest.raises(UserError):
             CurveStore.from_state_dict({**state, **damage})

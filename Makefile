@@ -10,7 +10,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PURE := batching density errors latency latency_profile planner runlog schedule tuning
+PURE := batching density errors latency latency_profile planner prediction_error runlog schedule tuning
 
 .PHONY: install quickstart test test-fast test-kernels kernels-compile lint format clean
 

@@ -150,7 +150,7 @@ class _Worker:
         forward_ms, backward_ms = self._time(forward, None, seconds)
         if not collector.layers:
             raise UserError(NO_SPARSE_ATTENTION)
-        # The table is read at the density of the layers that have a gate; those that are always dense are priced apart.
+        # The table is read at the density of the layers with a gate; those that are always dense are priced apart.
         gated = [stats for stats in collector.layers.values() if stats is not None]
         density = statistics.fmean(stats.density for stats in gated) if gated else 1.0
         pairs = sum(length * (length + 1) // 2 for length in point.lengths)

@@ -40,8 +40,8 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--validate",
         action="store_true",
-        help="also measure packed micro-batches off the grid and print how well the profile predicts them, beside fits "
-        "to FLOPs and to lengths alone",
+        help="also measure packed micro-batches off the grid, and print how well the profile predicts them, beside "
+        "fits to FLOPs and to lengths alone",
     )
     parser.add_argument("--json", action="store_true", help="also print the profile, and what --validate found")
     args = parser.parse_args(arguments)

@@ -170,6 +170,8 @@ class StepBalance:
         if self._rank == 0:
             runlog.append_step(self._log, record)
         self.metrics = _metrics(record, predicted)
+        if self._plan.scales is not None:
+            self.metrics["attention_scale"], self.metrics["linear_scale"] = self._plan.scales
 
     def _plan_ahead(self, step: int) -> None:
         """Have a later step of this epoch planned by the thread, after what it was given before."""

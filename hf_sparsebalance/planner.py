@@ -102,11 +102,13 @@ class StepPlan:
     Attributes:
         top_p: budget of each micro-batch; None for dense attention.
         predicted_ms: predicted time of each micro-batch; None without a predictor.
+        scales: how far the predictor's attention and linear times have drifted from the profile's; None without one.
         anchor_ms, num_missed: see :class:`~hf_sparsebalance.tuning.Tuning`; None and 0 without tuning.
     """
 
     top_p: tuple[float, ...] | None
     predicted_ms: tuple[float, ...] | None
+    scales: tuple[float, float] | None
     anchor_ms: float | None = None
     num_missed: int = 0
 
@@ -293,15 +295,14 @@ class Planner:
         return [settings.base_top_p, settings.tolerance, settings.anchor, settings.scope, settings.refit]
 
     def _plan_step(self, epoch: int, step: int) -> StepPlan:
+        predictor, base = self.predictor, self.settings.base_top_p
+        scales = None if predictor is None else (predictor.attention_scale, predictor.linear_scale)
         tuning = self.budgets(epoch, step)
         if tuning is not None:
-            return StepPlan(tuning.top_p, tuning.predicted_ms, tuning.anchor_ms, tuning.num_missed)
-        base = self.settings.base_top_p
+            return StepPlan(tuning.top_p, tuning.predicted_ms, scales, tuning.anchor_ms, tuning.num_missed)
         batches = [samples for slots in self.batches(epoch).steps[step] for samples in slots]
-        predicted_ms = (
-            None if self.predictor is None else tuple(self._predict_ms(samples, base) for samples in batches)
-        )
-        return StepPlan(None if base is None else (base,) * len(batches), predicted_ms)
+        predicted_ms = None if predictor is None else tuple(self._predict_ms(samples, base) for samples in batches)
+        return StepPlan(None if base is None else (base,) * len(batches), predicted_ms, scales)
 
     def _learned(self) -> dict[str, Any]:
         scales = None if self.predictor is None else [self.predictor.attention_scale, self.predictor.linear_scale]
@@ -356,11 +357,16 @@ class Planner:
 
 
 def _step_plan(
-    top_p: Sequence[float] | None, predicted_ms: Sequence[float] | None, anchor_ms: float | None, num_missed: int
+    top_p: Sequence[float] | None,
+    predicted_ms: Sequence[float] | None,
+    scales: Sequence[float] | None,
+    anchor_ms: float | None,
+    num_missed: int,
 ) -> StepPlan:
     """A :class:`StepPlan` from JSON."""
     budgets, times = (None if values is None else tuple(map(float, values)) for values in (top_p, predicted_ms))
-    return StepPlan(budgets, times, None if anchor_ms is None else float(anchor_ms), int(num_missed))
+    drift = None if scales is None else (float(scales[0]), float(scales[1]))
+    return StepPlan(budgets, times, drift, None if anchor_ms is None else float(anchor_ms), int(num_missed))
 
 
 def _digest(value: object) -> str:

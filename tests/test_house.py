@@ -14,7 +14,10 @@ PACKAGES = {
     "hf_sparsebalance": ROOT / "hf_sparsebalance",
     "sparsebalance_kernels": ROOT / "kernels/sparsebalance_kernels",
 }
-PURE = {"density", "latency", "latency_profile", "tuning", "batching", "schedule", "planner", "errors", "runlog"}
+PURE = {
+    "density", "latency", "latency_profile", "prediction_error", "tuning", "batching", "schedule", "planner", "errors",
+    "runlog",
+}  # fmt: skip
 # Names that are public beside what the packages' __init__ export.
 PUBLIC_MODULES = {
     "arguments": {"SparseBalanceArguments"},

@@ -1,6 +1,8 @@
 """The planner: steps planned ahead of time, and the state a resumed run needs."""
 
+import dataclasses
 import json
+import random
 
 import planning_profiles
 import pytest
@@ -75,3 +77,33 @@ def test_without_tuning_every_micro_batch_has_the_base_budget_and_a_prediction()
     for micro_batch, ms in zip(ours.micro_batches(0, 0), plan.predicted_ms, strict=True):
         densities = [curve.at(0.5) for curve in micro_batch.curves]
         assert ms == ours.predictor.predict(micro_batch.lengths, densities).total_ms
+
+
+@pytest.mark.parametrize("before", [3, 60])
+def test_one_stalled_step_does_not_move_the_plan(before):
+    """After a step that took ten times as long, the next budgets are within one grid step of those without it."""
+    noise = random.Random(0)
+
+    def steps(ours, count, factor):
+        for _ in range(count):
+            seen = what_a_step_showed(ours.take(0, 0), ours)
+            ours.observe([dataclasses.replace(m, total_ms=m.total_ms * factor * noise.gauss(1, 0.02)) for m in seen])
+
+    smooth, stalled = planner(), planner()
+    for ours in (smooth, stalled):
+        noise.seed(1)
+        steps(ours, before, 1.0)
+    steps(stalled, 1, 10.0)
+    ours, other = smooth.take(0, 1), stalled.take(0, 1)
+    assert stalled.predictor.attention_scale == pytest.approx(smooth.predictor.attention_scale, rel=0.05)
+    assert stalled.predictor.linear_scale == pytest.approx(smooth.predictor.linear_scale, rel=0.05)
+    assert max(abs(p - q) for p, q in zip(ours.top_p, other.top_p, strict=True)) <= 0.01 + 1e-9
+
+
+def test_drift_is_part_of_the_plan():
+    """Steps that take 1.3 times the profile's time show as scales of 1.3 in the plans made afterwards."""
+    ours = planner()
+    for _ in range(4):
+        seen = what_a_step_showed(planner().take(0, 0), ours)
+        ours.observe([dataclasses.replace(micro_batch, curve=None) for micro_batch in seen])
+    assert ours.take(0, 1).scales == pytest.approx((1.3, 1.3), rel=1e-6)

@@ -1,7 +1,9 @@
 """What the trainer and its callback share during a run: the planner, this rank's clock, and the run's log.
 
 One step: :meth:`StepBalance.begin` gives this rank's budgets, the trainer runs the micro-batches under the clock, and
-:meth:`StepBalance.end` gathers what every rank measured, feeds it to the planner and writes one line of the log.
+:meth:`StepBalance.end` gathers what every rank measured and writes one line of the log.  What the planner learns from
+a step, and the budgets of the step after the next, are worked out by a thread while the next step computes: when a
+step begins its plan has long been made.  Every rank does the same in the same order, so all plan alike.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -19,10 +22,9 @@ from hf_sparsebalance.density import DensityCurve
 from hf_sparsebalance.distributed import gather_rows, rank_and_world
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import Latency
-from hf_sparsebalance.planner import Measured, Planner
+from hf_sparsebalance.planner import Measured, Planner, StepPlan
 from hf_sparsebalance.schedule import simulate_step
 from hf_sparsebalance.timing import MicroBatchClock
-from hf_sparsebalance.tuning import Tuning
 from sparsebalance_kernels import CURVE_TOP_P, AttentionStats
 
 # Columns of the row that each rank sends per micro-batch; the density curve follows.
@@ -46,7 +48,10 @@ class StepBalance:
         self.metrics: dict[str, float] = {}
         self._log = log
         self._rank = rank_and_world()[0]
-        self._tuning: Tuning | None = None
+        self._plan: StepPlan | None = None
+        # One thread: its jobs run in order.
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsebalance")
+        self._jobs: list[Future[None]] = []
         self._collectors: list[StatsCollector] = []
         self._started_s = 0.0
         self._planning_ms = 0.0
@@ -62,8 +67,14 @@ class StepBalance:
     def plan_epoch(self, epoch: int) -> None:
         """Plan an epoch's batches now; the time counts in its first step."""
         started = time.perf_counter()
+        self.settle()
         self.planner.batches(epoch)
         self._carried_s += time.perf_counter() - started
+
+    def settle(self) -> None:
+        """Wait until the planner has learned and planned all it was given; whatever went wrong there is raised."""
+        while self._jobs:
+            self._jobs.pop(0).result()
 
     def start_clock(self) -> None:
         """The step begins here: fetching its data and planning it count."""
@@ -77,8 +88,12 @@ class StepBalance:
             global_step: optimizer steps done before this one.
         """
         started = time.perf_counter()
-        self._position = divmod(global_step, self.planner.num_steps)
-        self._tuning = self.planner.budgets(*self._position)
+        epoch, step = self._position = divmod(global_step, self.planner.num_steps)
+        if not self.planner.is_planned(epoch, step):
+            # The first step of an epoch, or of a run; or the thread has not come so far.
+            self.settle()
+        self._plan = self.planner.take(epoch, step)
+        self._plan_ahead(step + 1)
         self._planning_ms = (time.perf_counter() - started + self._carried_s) * 1000.0
         num_slots = self.planner.settings.num_slots
         self._collectors = [StatsCollector() for _ in range(num_slots)]
@@ -125,38 +140,47 @@ class StepBalance:
     def _digest(self, global_step: int, gathered: torch.Tensor) -> None:
         """Learn from and log ``gathered [ranks, slots + 1, columns]``, the same on every rank."""
         epoch, step = self._position
-        plan = self.planner.batches(epoch)
+        assert self._plan is not None
+        plan, slots = self.planner.batches(epoch), gathered.shape[1] - 1
+        predicted: Sequence[float | None] = self._plan.predicted_ms or (None,) * (gathered.shape[0] * slots)
         measured: list[Measured] = []
         entries: list[runlog.MicroBatch] = []
-        predicted: list[float | None] = []
-        for rank in range(gathered.shape[0]):
-            for slot in range(gathered.shape[1] - 1):
-                row = gathered[rank, slot].tolist()
-                samples = plan.micro_batch(step, rank, slot)
-                top_p = self._top_p(rank, slot) if self.sparse else None
-                predicted.append(self.planner.predict_ms(samples, top_p))
-                entries.append(self._entry(rank, slot, samples, top_p, predicted[-1], row))
-                measured.append(Measured(samples, top_p, row[1] + row[2], _curve(row[len(_COLUMNS) :])))
-        self.planner.observe(measured)
+        for number, expected_ms in enumerate(predicted):
+            rank, slot = divmod(number, slots)
+            row = gathered[rank, slot].tolist()
+            samples = plan.micro_batch(step, rank, slot)
+            top_p = self._top_p(rank, slot) if self.sparse else None
+            entries.append(self._entry(rank, slot, samples, top_p, expected_ms, row))
+            measured.append(Measured(samples, top_p, row[1] + row[2], _curve(row[len(_COLUMNS) :])))
+        self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
+        self._jobs.append(self._worker.submit(self.planner.observe, measured))
+        if step + 1 == self.planner.num_steps:
+            self.settle()  # the next epoch's batches depend on it
+        self._plan_ahead(step + 2)
         step_s = float(gathered[:, -1, 0].max())
         record = runlog.Step(
             step=global_step,
             epoch=epoch,
             step_s=step_s,
             planning_ms=float(gathered[:, -1, 1].max()),
-            anchor_ms=None if self._tuning is None else self._tuning.anchor_ms,
-            missed_anchors=0 if self._tuning is None else self._tuning.num_missed,
+            anchor_ms=self._plan.anchor_ms,
+            missed_anchors=self._plan.num_missed,
             micro_batches=tuple(entries),
         )
         if self._rank == 0:
             runlog.append_step(self._log, record)
         self.metrics = _metrics(record, predicted)
+        if self._plan.scales is not None:
+            self.metrics["attention_scale"], self.metrics["linear_scale"] = self._plan.scales
+
+    def _plan_ahead(self, step: int) -> None:
+        """Have a later step of this epoch planned by the thread, after what it was given before."""
+        if step < self.planner.num_steps:
+            self._jobs.append(self._worker.submit(self.planner.plan_ahead, self._position[0], step))
 
     def _top_p(self, rank: int, slot: int) -> float:
-        if self._tuning is not None:
-            return self._tuning.top_p[rank * self.planner.settings.num_slots + slot]
-        assert self.planner.settings.base_top_p is not None
-        return self.planner.settings.base_top_p
+        assert self._plan is not None and self._plan.top_p is not None
+        return self._plan.top_p[rank * self.planner.settings.num_slots + slot]
 
     def _entry(
         self,

@@ -43,6 +43,7 @@ class SparseBalanceCallback(TrainerCallback):
     ) -> None:
         for handle in self._handles:
             handle.remove()
+        self.balance.settle()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -61,6 +62,7 @@ class SparseBalanceCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         if state.is_world_process_zero:
+            self.balance.settle()
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             text = json.dumps(self.balance.planner.state_dict())
             (folder / STATE_FILE).write_text(text, encoding="utf-8")

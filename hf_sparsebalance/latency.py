@@ -159,8 +159,8 @@ class LatencyPredictor:
         """Fit the two scales to measured times; the table's shape stays.
 
         Relative residuals (measured - attention_scale * attention - linear_scale * linear) / (attention + linear) are
-        fitted by Huber's iteratively re-weighted least squares, so that neither long micro-batches nor a stalled step
-        dominates. The leverage of each point bounds its weight too, since Huber's loss alone does not protect against
+        fitted by iteratively re-weighted least squares (Huber's weights, then Tukey's), so that neither long
+        micro-batches nor a stalled step dominates. The leverage of each point bounds its weight too, since Huber's loss alone does not protect against
         an outlier that is also an extreme mix. With fewer than 8 observations, or where all mix attention and linear
         work alike, one common ratio (the median) is taken for both. Scales are clipped to [0.25, 4].
 
@@ -242,20 +242,35 @@ def _robust_line(share_N: NDArray[np.float64], ratio_N: NDArray[np.float64]) -> 
     design_N2 = np.stack([share_N, 1.0 - share_N], axis=1)
     hat_N = np.einsum("ni,ij,nj->n", design_N2, np.linalg.inv(design_N2.T @ design_N2), design_N2)
     trust_N = np.sqrt(np.maximum(1.0 - hat_N, 0.0))
-    weight_N = trust_N
     scales = np.full(2, np.median(ratio_N))
-    for _ in range(50):
-        residual_N = ratio_N - design_N2 @ scales
-        spread = max(1.4826 * float(np.median(np.abs(residual_N))), 1e-6 * float(np.median(ratio_N)))
-        bounded_N = np.minimum(1.0, 1.345 * spread * trust_N / np.maximum(np.abs(residual_N), 1e-300))
-        weight_N = trust_N * bounded_N
-        normal_22 = design_N2.T @ (weight_N[:, None] * design_N2)
-        updated = np.linalg.solve(normal_22, design_N2.T @ (weight_N * ratio_N))
-        converged = float(np.max(np.abs(updated - scales))) <= 1e-9 * float(np.max(np.abs(updated)))
-        scales = updated
-        if converged:
-            break
+    # Huber's weights find the line; Tukey's then leave out what lies far from it: a step that stalled is a quarter of
+    # the observations after four steps, and would still pull where its influence is merely bounded.
+    for weights in (_huber, _biweight):
+        for _ in range(50):
+            residual_N = ratio_N - design_N2 @ scales
+            spread = max(1.4826 * float(np.median(np.abs(residual_N))), 1e-6 * float(np.median(ratio_N)))
+            weight_N = trust_N * weights(residual_N / (spread * trust_N + 1e-300))
+            normal_22 = design_N2.T @ (weight_N[:, None] * design_N2)
+            if np.linalg.cond(normal_22) > 1e12:
+                break  # what is left is of one mix
+            updated = np.linalg.solve(normal_22, design_N2.T @ (weight_N * ratio_N))
+            converged = float(np.max(np.abs(updated - scales))) <= 1e-9 * float(np.max(np.abs(updated)))
+            scales = updated
+            if converged:
+                break
     return float(scales[0]), float(scales[1])
+
+
+def _huber(residual_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weight 1 up to 1.345 standard deviations, then falling as 1 / distance."""
+    weights: NDArray[np.float64] = np.minimum(1.0, 1.345 / np.maximum(np.abs(residual_N), 1e-300))
+    return weights
+
+
+def _biweight(residual_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Weight falling to 0 at 4.685 standard deviations (Tukey)."""
+    weights: NDArray[np.float64] = np.clip(1.0 - (residual_N / 4.685) ** 2, 0.0, 1.0) ** 2
+    return weights
 
 
 def _line(xs: Sequence[float], ys: Sequence[float], at: NDArray[np.float64]) -> NDArray[np.float64]:

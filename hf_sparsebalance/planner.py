@@ -2,7 +2,8 @@
 
 Every rank holds the same planner, feeds it the same measurements in the same order, and so plans the same without
 talking.  The batches of an epoch depend only on the seed, the epoch, the lengths and a snapshot taken when the epoch
-is first planned; the budgets also depend on what was measured since.
+is first planned; the budgets also depend on what was measured since.  Steps planned ahead of time are part of the
+state: a resumed run takes them as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,24 @@ class Measured:
     curve: DensityCurve | None
 
 
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one step was planned to do; sequences in the order of :meth:`Planner.micro_batches`.
+
+    Attributes:
+        top_p: budget of each micro-batch; None for dense attention.
+        predicted_ms: predicted time of each micro-batch; None without a predictor.
+        scales: how far the predictor's attention and linear times have drifted from the profile's; None without one.
+        anchor_ms, num_missed: see :class:`~hf_sparsebalance.tuning.Tuning`; None and 0 without tuning.
+    """
+
+    top_p: tuple[float, ...] | None
+    predicted_ms: tuple[float, ...] | None
+    scales: tuple[float, float] | None
+    anchor_ms: float | None = None
+    num_missed: int = 0
+
+
 class Planner:
     """Plans one training run from its lengths.
 
@@ -131,6 +150,7 @@ class Planner:
         self._observations: deque[tuple[float, float, float]] = deque(maxlen=OBSERVATIONS_KEPT)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._plan: tuple[int, BatchPlan] | None = None
+        self._ahead: dict[tuple[int, int], StepPlan] = {}
         self._untaught = self._learned()
         # Refuses what cannot be planned before anything has been trained: every epoch draws other batches.
         # Only max_tokens can fail for one and not for another.
@@ -169,6 +189,20 @@ class Planner:
             scope=self.settings.scope,
         )
 
+    def plan_ahead(self, epoch: int, step: int) -> None:
+        """Plan a step now, with what is known now, for :meth:`take`; nothing where it is planned already."""
+        if (epoch, step) not in self._ahead:
+            self._ahead[epoch, step] = self._plan_step(epoch, step)
+
+    def is_planned(self, epoch: int, step: int) -> bool:
+        """Whether :meth:`take` has nothing left to plan."""
+        return (epoch, step) in self._ahead
+
+    def take(self, epoch: int, step: int) -> StepPlan:
+        """The plan of the step that runs now; planned now unless it was planned ahead."""
+        plan = self._ahead.pop((epoch, step), None)
+        return plan if plan is not None else self._plan_step(epoch, step)
+
     def micro_batches(self, epoch: int, step: int) -> list[MicroBatch]:
         """The micro-batches of one step, rank by rank and slot by slot, with the curves known now."""
         return [
@@ -181,13 +215,6 @@ class Planner:
             for rank, slots in enumerate(self.batches(epoch).steps[step])
             for slot, samples in enumerate(slots)
         ]
-
-    def predict_ms(self, samples: Sequence[int], top_p: float | None) -> float | None:
-        """Predicted time of a micro-batch of these samples at a budget (None: dense); None without a predictor."""
-        if self.predictor is None:
-            return None
-        lengths, densities, dense = self._at(samples, top_p)
-        return self.predictor.predict(lengths, densities, dense).total_ms
 
     def observe(self, measured: Sequence[Measured]) -> None:
         """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
@@ -210,6 +237,10 @@ class Planner:
             "learned": self._learned(),
             "observations": [list(observation) for observation in self._observations],
             "snapshot": snapshot,
+            "ahead": {
+                "budgets": self._budget_options(),
+                "steps": [[*position, *astuple(plan)] for position, plan in sorted(self._ahead.items())],
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -226,6 +257,9 @@ class Planner:
             self._observations.extend((float(a), float(b), float(c)) for a, b, c in state["observations"])
             snapshot = state["snapshot"]
             self._snapshot = None if snapshot is None else (int(snapshot["epoch"]), dict(snapshot["learned"]))
+            # With other options for the budgets they are planned anew.
+            ahead = state["ahead"]["steps"] if state["ahead"]["budgets"] == self._budget_options() else []
+            self._ahead = {(epoch, step): _step_plan(*plan) for epoch, step, *plan in ahead}
         except UserError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -261,6 +295,21 @@ class Planner:
                 names += ["window", "tolerance"]
             order["profile"] = _digest(self.predictor.profile.to_json())
         return {**order, **{name: getattr(settings, name) for name in names}}
+
+    def _budget_options(self) -> list[Any]:
+        """What budgets depend on, beside the order and what was learned."""
+        settings = self.settings
+        return [settings.base_top_p, settings.tolerance, settings.anchor, settings.scope, settings.refit]
+
+    def _plan_step(self, epoch: int, step: int) -> StepPlan:
+        predictor, base = self.predictor, self.settings.base_top_p
+        scales = None if predictor is None else (predictor.attention_scale, predictor.linear_scale)
+        tuning = self.budgets(epoch, step)
+        if tuning is not None:
+            return StepPlan(tuning.top_p, tuning.predicted_ms, scales, tuning.anchor_ms, tuning.num_missed)
+        batches = [samples for slots in self.batches(epoch).steps[step] for samples in slots]
+        predicted_ms = None if predictor is None else tuple(self._predict_ms(samples, base) for samples in batches)
+        return StepPlan(None if base is None else (base,) * len(batches), predicted_ms, scales)
 
     def _learned(self) -> dict[str, Any]:
         scales = None if self.predictor is None else [self.predictor.attention_scale, self.predictor.linear_scale]
@@ -307,6 +356,11 @@ class Planner:
             for ms, length in zip(attention_ms, self.lengths, strict=True)
         ]
 
+    def _predict_ms(self, samples: Sequence[int], top_p: float | None) -> float:
+        assert self.predictor is not None
+        lengths, densities, dense = self._at(samples, top_p)
+        return self.predictor.predict(lengths, densities, dense).total_ms
+
     def _at(
         self, samples: Sequence[int], top_p: float | None, curve: DensityCurve | None = None
     ) -> tuple[list[int], list[float], bool]:
@@ -315,6 +369,19 @@ class Planner:
             return lengths, [1.0] * len(lengths), True
         curves = [curve or self.curves.lookup(sample, length) for sample, length in zip(samples, lengths, strict=True)]
         return lengths, [known.at(top_p) for known in curves], False
+
+
+def _step_plan(
+    top_p: Sequence[float] | None,
+    predicted_ms: Sequence[float] | None,
+    scales: Sequence[float] | None,
+    anchor_ms: float | None,
+    num_missed: int,
+) -> StepPlan:
+    """A :class:`StepPlan` from JSON."""
+    budgets, times = (None if values is None else tuple(map(float, values)) for values in (top_p, predicted_ms))
+    drift = None if scales is None else (float(scales[0]), float(scales[1]))
+    return StepPlan(budgets, times, drift, None if anchor_ms is None else float(anchor_ms), int(num_missed))
 
 
 def _digest(value: object) -> str:

@@ -1,5 +1,7 @@
 """The command line, in this process: mistakes end with one line and status 2, the commands work together."""
 
+import contextlib
+import io
 import json
 import shutil
 
@@ -298,14 +300,28 @@ def test_help_of_each_command(capfd, command):
 
 @pytest.fixture(scope="module")
 def profile_file(model_folder, tmp_path_factory):
-    """A quick profile, measured as a user would."""
+    """A quick profile, measured and validated as a user would; what was printed lies beside it."""
     path = tmp_path_factory.mktemp("profile") / "profile.json"
     arguments = ["--model_name_or_path", str(model_folder), "--max_length", "512", "--block_size", "16", "--quick"]
     threads = ["--threads", str(torch.get_num_threads()), "--processes", "1"]
     if torch.cuda.is_available():
         pytest.skip("profile measures the GPU, the runs below use the CPU")
-    assert main(["profile", *arguments, *threads, "--output", str(path)]) == 0
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["profile", *arguments, *threads, "--output", str(path), "--validate", "--json"]) == 0
+    path.with_name("printed.json").write_text(printed.getvalue())
     return path
+
+
+@pytest.mark.slow
+def test_profile_validates_itself(profile_file):
+    """--validate prints errors of the profile and of both rivals; the file is the profile alone."""
+    printed = json.loads(profile_file.with_name("printed.json").read_text())
+    validation = printed.pop("validation")
+    assert [entry["name"] for entry in validation] == ["profile", "flops", "lengths"]
+    for entry in validation:
+        assert entry["mape"] > 0.0 and entry["p95"] > 0.0 and 0.0 <= entry["ordered"] <= 1.0
+    assert json.loads(profile_file.read_text()) == printed
 
 
 @pytest.mark.slow

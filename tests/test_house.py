@@ -26,6 +26,7 @@ PURE = {
     "optimal",
     "pipeline_schedule",
     "planner",
+    "prediction_error",
     "rivals",
     "runlog",
     "schedule",

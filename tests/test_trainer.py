@@ -241,7 +241,7 @@ def test_logs_carry_the_balance(run):
     assert len(entries) == 2 * STEPS_PER_EPOCH
     wanted = {
         "step_time_s", "tokens_per_s", "imbalance_microbatch", "imbalance_slot", "imbalance_rank", "planning_ms",
-        "top_p", "density", "work", "coverage", "predictor_error",
+        "top_p", "density", "work", "coverage", "predictor_error", "attention_scale", "linear_scale",
     }  # fmt: skip
     for entry, line in zip(entries, log_of(folder), strict=True):
         assert wanted <= set(entry)

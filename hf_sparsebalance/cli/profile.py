@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from hf_sparsebalance.attention import SparseAttentionDefaults
 from hf_sparsebalance.cli.models import load_config
 from hf_sparsebalance.cli.parsing import Parser
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.latency import LatencyPredictor
+from hf_sparsebalance.prediction_error import prediction_errors
 from hf_sparsebalance.profiling import ProfileRequest, measure_profile, model_context
 
 
@@ -33,7 +37,13 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="compute dtype")
     parser.add_argument("--gradient_checkpointing", action="store_true", help="training will use it")
     parser.add_argument("--quick", action="store_true", help="a coarser grid")
-    parser.add_argument("--json", action="store_true", help="also print the profile")
+    parser.add_argument(
+        "--validate",
+        action="store_true",
+        help="also measure packed micro-batches off the grid, and print how well the profile predicts them, beside "
+        "fits to FLOPs and to lengths alone",
+    )
+    parser.add_argument("--json", action="store_true", help="also print the profile, and what --validate found")
     args = parser.parse_args(arguments)
     gpus = torch.cuda.device_count()
     processes = args.processes if args.processes is not None else max(1, gpus)
@@ -62,12 +72,20 @@ def run(arguments: Sequence[str]) -> None:
     console = Console(stderr=True)
     with Progress(console=console) as bar:
         task = bar.add_task(f"profiling {processes} x {threads} threads", total=None)
-        profile = measure_profile(
+        profile, held_out = measure_profile(
             ProfileRequest(config, context, args.max_length, args.quick),
             lambda done, total: bar.update(task, completed=done, total=total),
+            validate=args.validate,
         )
     profile.save(args.output)
+    errors = prediction_errors(LatencyPredictor(profile), held_out) if held_out else []
     if args.json:
-        print(json.dumps(profile.to_json()))
-    else:
-        console.print(f"{args.output}: {len(profile.attention)} lengths up to {args.max_length}")
+        found = {"validation": [asdict(error) for error in errors]} if errors else {}
+        print(json.dumps({**profile.to_json(), **found}))
+        return
+    console.print(f"{args.output}: {len(profile.attention)} lengths up to {args.max_length}")
+    if errors:
+        table = Table("predictor", "MAPE", "95th percentile", "pairs in order", title="held-out micro-batches")
+        for error in errors:
+            table.add_row(error.name, f"{error.mape:.1%}", f"{error.p95:.1%}", f"{error.ordered:.1%} of {error.pairs}")
+        console.print(table)

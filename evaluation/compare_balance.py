@@ -1,0 +1,246 @@
+"""Real fine-tuning on two CPU processes: every batching strategy and tuning on the same documents, with controls.
+
+    .venv/bin/python evaluation/compare_balance.py --json evaluation/results/compare_balance_cpu.json
+
+Each repeat runs everything once, in turn and every second time backwards; ratios are taken inside a repeat, so that a
+slow minute of the machine hits a few runs of one repeat and no ratio of medians.  A gain is split in two:
+balance (the same attended work in less time) and less work.  The controls have one budget for all micro-batches:
+`same work` attends as many pairs as the tuned run did, `same coverage` has its token-weighted mean budget.
+
+Corpora: `library`, the source files of Python's standard library, whole; `bimodal`, pieces of the same text, half of
+them short and half long.  The model is a random toy: what is measured is balance and time, not quality.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import random
+import shlex
+import shutil
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from hf_sparsebalance import balance_share, read_run, summarise  # noqa: E402
+from hf_sparsebalance.batching import STRATEGIES  # noqa: E402
+from hf_sparsebalance.runlog import Run  # noqa: E402
+from recipes.quickstart import SPARSE, run_profile, run_training  # noqa: E402
+from recipes.toy import build_documents, build_model  # noqa: E402
+
+CORPORA = ("library", "bimodal")
+OFF = ["--tolerance", "0"]
+SAB = ["--batching", "sparsity_aware", "--window", "4"]
+BASE_TOP_P = 0.2  # recipes/quickstart.yaml
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: its name, its options, and where they come from if another run decides its budget.
+
+    Attributes:
+        name: shown, and the name of its folder.
+        options: of ``sparsebalance train``.
+        matches: (name of an earlier trial, weight): the uniform budget is the mean of that run's budgets, weighted by
+            ``causal_pairs`` (same work, as the gate of a random model is uniform: density follows p) or ``tokens``.
+    """
+
+    name: str
+    options: list[str]
+    matches: tuple[str, str] | None = None
+
+
+def trials() -> list[Trial]:
+    """Everything that is compared; a control comes after the run that it matches."""
+    random_order = [*SPARSE, "--batching", "random"]
+    mean, best = ["--tolerance", "0.1", "--anchor", "mean"], ["--tolerance", "0.1", "--anchor", "optimal"]
+    rivals = [name for name in STRATEGIES if name not in ("random", "sparsity_aware")]
+    return [
+        Trial("dense", ["--attn_implementation", "sdpa", "--batching", "random", *OFF]),
+        Trial("random", [*random_order, *OFF]),
+        *(Trial(name, [*SPARSE, "--batching", name, *OFF]) for name in rivals),
+        Trial("sab w1", [*SPARSE, "--batching", "sparsity_aware", "--window", "1", *OFF]),
+        Trial("sab w4", [*SPARSE, *SAB, *OFF]),
+        Trial("dst mean", [*random_order, *mean]),
+        Trial("dst mean: same work", [*random_order, *OFF], ("dst mean", "causal_pairs")),
+        Trial("dst mean: same coverage", [*random_order, *OFF], ("dst mean", "tokens")),
+        Trial("dst optimal", [*random_order, *best]),
+        Trial("dst optimal: same work", [*random_order, *OFF], ("dst optimal", "causal_pairs")),
+        Trial("dst optimal: same coverage", [*random_order, *OFF], ("dst optimal", "tokens")),
+        Trial("sab w4 + dst", [*SPARSE, *SAB, *best]),
+        Trial("sab w4 + dst: same work", [*SPARSE, *SAB, *OFF], ("sab w4 + dst", "causal_pairs")),
+    ]
+
+
+def matched_top_p(run: Run, weight: str) -> float:
+    """Mean budget of a run's micro-batches, weighted by an attribute of theirs."""
+    budgets = [(m.top_p, getattr(m, weight)) for step in run.steps for m in step.micro_batches]
+    return sum(top_p * share for top_p, share in budgets) / sum(share for _, share in budgets)
+
+
+def bimodal_documents(folder: Path, count: int, longest: int) -> tuple[Path, Path]:
+    """Pieces of the library's sources: half up to a sixteenth of ``longest``, half from a third of it on."""
+    train, heldout = build_documents(folder, num_train=400, num_heldout=8, max_bytes=longest)
+    texts = [json.loads(line)["text"] for line in train.read_text(encoding="utf-8").splitlines()]
+    rng, whole = random.Random(0), "".join(texts)
+    pieces, at = [], 0
+    for number in range(count):
+        low, high = (longest // 64, longest // 16) if number % 2 else (longest // 3, longest)
+        size = rng.randint(max(low, 2), high)
+        pieces.append(whole[at : at + size])
+        at += size
+    if len(pieces[-1]) < 2:
+        raise SystemExit(f"--documents {count}: the library's text is too short for so many of {longest} bytes")
+    rng.shuffle(pieces)
+    lines = (json.dumps({"text": text, "name": str(number)}) + "\n" for number, text in enumerate(pieces))
+    train.write_text("".join(lines), encoding="utf-8")
+    return train, heldout
+
+
+def run_corpus(corpus: str, chosen: list[Trial], args: argparse.Namespace, console: Console) -> list[dict]:
+    """Summaries of all repeats of all trials on one corpus."""
+    folder = args.output / corpus
+    shutil.rmtree(folder, ignore_errors=True)
+    model = build_model(folder / "model")
+    build: Callable[[], tuple[Path, Path]] = {
+        "library": lambda: build_documents(folder, num_train=args.documents, num_heldout=8, max_bytes=args.max_length),
+        "bimodal": lambda: bimodal_documents(folder, args.documents, args.max_length),
+    }[corpus]
+    train, heldout = build()
+    profile = folder / "profile.json"
+    run_profile(model, profile, args.max_length, quick=args.small)
+    rows = []
+    for repeat in range(args.repeats):
+        runs: dict[str, Run] = {}
+        for trial in chosen if repeat % 2 == 0 else backwards(chosen):
+            options = list(trial.options)
+            if trial.matches is not None:
+                other, weight = trial.matches
+                options += ["--base_top_p", f"{matched_top_p(runs[other], weight):.4f}"]
+            console.rule(f"{corpus}, repeat {repeat + 1}: {trial.name}")
+            place = argparse.Namespace(output=folder / str(repeat), max_length=args.max_length)
+            name = trial.name.replace(" ", "_").replace(":", "")
+            run_training(name, [*options, "--profile", str(profile)], model, train, heldout, place)
+            runs[trial.name] = read_run(place.output / name)
+        for trial in chosen:
+            run = runs[trial.name]
+            summary = summarise(run, runs["random"])
+            rows.append({**summary, "name": trial.name, "repeat": repeat, "balance_share": balance_share(run)})
+    return rows
+
+
+def backwards(chosen: list[Trial]) -> list[Trial]:
+    """The other way round, but a control still comes after the run that it matches."""
+    followers: dict[str, list[Trial]] = {}
+    for trial in chosen:
+        if trial.matches is not None:
+            followers.setdefault(trial.matches[0], []).append(trial)
+    leaders = [trial for trial in reversed(chosen) if trial.matches is None]
+    return [trial for leader in leaders for trial in (leader, *followers.get(leader.name, []))]
+
+
+def table(corpus: str, rows: list[dict], chosen: list[Trial]) -> Table:
+    """Medians over the repeats; the gain over random order, and how much of the work it did."""
+    shown = Table(title=f"{corpus}: medians over {1 + max(row['repeat'] for row in rows)} repeats; ratios to random")
+    for name in ("run", "total s", "gain", "range", "perfect balance", "rank max/mean", "work", "coverage", "plan %"):
+        shown.add_column(name, justify="left" if name == "run" else "right")
+    for trial in chosen:
+        mine = [row for row in rows if row["name"] == trial.name]
+
+        def middle(key: str, mine: list[dict] = mine) -> float | None:
+            values = [row[key] for row in mine if row[key] is not None]
+            return statistics.median(values) if values else None
+
+        gains = [row["speedup"] for row in mine]
+        step_ms = 1000.0 * middle("step_s_mean")
+        work, coverage, planning_ms = middle("work"), middle("coverage"), middle("planning_ms")
+        shown.add_row(
+            trial.name,
+            f"{middle('total_s'):.1f}",
+            f"{statistics.median(gains):.2f}x",
+            f"{min(gains):.2f}-{max(gains):.2f}",
+            f"{middle('balance_share'):.1%}",
+            f"{middle('imbalance_rank'):.3f}",
+            "-" if work is None else f"{work:.3f}",
+            "-" if coverage is None else f"{coverage:.3f}",
+            "-" if planning_ms is None else f"{planning_ms / step_ms:.2%}",
+        )
+    return shown
+
+
+def split(rows: list[dict], tuned: str, control: str, before: str) -> dict[str, float]:
+    """Median ratios inside a repeat: ``total`` of random over the tuned run, and its parts.
+
+    ``batching`` (random over ``before``), ``less_work`` (``before`` over the control with the tuned run's work) and
+    ``balance`` (that control over the tuned run) multiply to the total, inside each repeat.
+    """
+    totals = {(row["name"], row["repeat"]): row["total_s"] for row in rows}
+    repeats = sorted({row["repeat"] for row in rows})
+
+    def ratio(slow: str, fast: str) -> float:
+        return statistics.median(totals[slow, repeat] / totals[fast, repeat] for repeat in repeats)
+
+    return {
+        "total": ratio("random", tuned),
+        "batching": ratio("random", before),
+        "less_work": ratio(before, control),
+        "balance": ratio(control, tuned),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "compare_balance", help="folder for the runs")
+    parser.add_argument("--corpora", default=",".join(CORPORA), help="with commas (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--documents", type=int, default=80, help="a multiple of 8")
+    parser.add_argument("--max_length", type=int, default=16384, help="longest document, tokens")
+    parser.add_argument("--small", action="store_true", help="a tiny size, to see that it runs")
+    parser.add_argument("--json", type=Path, help="file for all summaries")
+    args = parser.parse_args()
+    if args.small:
+        args.repeats, args.documents, args.max_length = 1, 16, 1024
+    corpora = args.corpora.split(",")
+    if unknown := set(corpora) - set(CORPORA):
+        parser.error(f"--corpora: {', '.join(sorted(unknown))}: known are {', '.join(CORPORA)}")
+    if args.documents % 8 or args.documents < 8:
+        parser.error("--documents must be a multiple of 8: two ranks with four micro-batches each")
+    console, chosen = Console(), trials()
+    found: dict[str, dict] = {}
+    for corpus in corpora:
+        rows = run_corpus(corpus, chosen, args, console)
+        parts = {
+            "dst mean": split(rows, "dst mean", "dst mean: same work", "random"),
+            "dst optimal": split(rows, "dst optimal", "dst optimal: same work", "random"),
+            "sab w4 + dst": split(rows, "sab w4 + dst", "sab w4 + dst: same work", "sab w4"),
+        }
+        found[corpus] = {"runs": rows, "parts": parts}
+        console.print(table(corpus, rows, chosen))
+        for name, part in parts.items():
+            console.print(f"{name}: " + ", ".join(f"{key} {value:.3f}x" for key, value in part.items()))
+    if args.json:
+        environment = read_run(args.output / corpora[0] / "0" / "random").environment
+        document = {
+            "command": shlex.join(sys.argv),
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "platform": platform.platform(),
+            "environment": environment,
+            "corpora": found,
+        }
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

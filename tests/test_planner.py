@@ -1,0 +1,109 @@
+"""The planner: steps planned ahead of time, and the state a resumed run needs."""
+
+import dataclasses
+import json
+import random
+
+import planning_profiles
+import pytest
+
+from hf_sparsebalance.density import uniform_curve
+from hf_sparsebalance.latency import LatencyPredictor
+from hf_sparsebalance.planner import Measured, Planner, PlanSettings
+
+LENGTHS = [300, 4000, 900, 6000, 500, 2500, 700, 8000]
+
+
+def planner(**changes):
+    settings = {
+        "batching": "random", "num_ranks": 2, "num_slots": 2, "batch_size": 1, "seed": 0, "window": 1,
+        "max_tokens": None, "base_top_p": 0.5, "tolerance": 0.2, "anchor": "mean", "scope": "rank", "block_size": 128,
+        "refit": True,
+    }  # fmt: skip
+    return Planner(PlanSettings(**{**settings, **changes}), LENGTHS, LatencyPredictor(planning_profiles.profile()))
+
+
+def what_a_step_showed(plan, of, step=0):
+    """Every document at half of the uniform gate's density, every micro-batch 30 % slower than predicted."""
+    curve = uniform_curve(4000, 128)
+    thin = type(curve)(curve.top_p, (*(density / 2 for density in curve.density[:-1]), 1.0))
+    batches = [samples for slots in of.batches(0).steps[step] for samples in slots]
+    return [
+        Measured(samples, p, 1.3 * ms, thin)
+        for samples, p, ms in zip(batches, plan.top_p, plan.predicted_ms, strict=True)
+    ]
+
+
+def test_a_step_planned_ahead_is_not_planned_again():
+    """What is learned between planning and taking a step changes later plans, not that one."""
+    ours, fresh = planner(), planner()
+    ours.plan_ahead(0, 1)
+    expected = fresh.take(0, 1)
+    ours.observe(what_a_step_showed(fresh.take(0, 0), fresh))
+    ours.plan_ahead(0, 1)
+    assert ours.is_planned(0, 1) and ours.take(0, 1) == expected
+    assert not ours.is_planned(0, 1) and ours.take(0, 1) != expected
+
+
+def test_plans_made_ahead_survive_a_checkpoint():
+    """A planner that loads the state takes the same plans, though it would now plan otherwise."""
+    ours = planner()
+    ours.plan_ahead(0, 1)
+    ours.observe(what_a_step_showed(ours.take(0, 0), ours))
+    state = json.loads(json.dumps(ours.state_dict()))
+    resumed = planner()
+    resumed.load_state_dict(state)
+    assert resumed.is_planned(0, 1)
+    assert resumed.take(0, 1) == ours.take(0, 1)
+    assert resumed.take(0, 1) == ours.take(0, 1)  # planned anew, with what was learned
+
+
+@pytest.mark.parametrize("changes", [{"tolerance": 0.1}, {"anchor": "max"}, {"base_top_p": 0.6}])
+def test_other_budget_options_plan_anew(changes):
+    """A run resumed with another tolerance, anchor or base does not run the old budgets."""
+    ours = planner()
+    ours.plan_ahead(0, 1)
+    resumed = planner(**changes)
+    resumed.load_state_dict(ours.state_dict())
+    assert not resumed.is_planned(0, 1)
+    assert resumed.take(0, 1) == planner(**changes).take(0, 1)
+
+
+def test_without_tuning_every_micro_batch_has_the_base_budget_and_a_prediction():
+    """tolerance 0 plans the base budget; the predictions are the predictor's own for these documents."""
+    ours = planner(tolerance=0.0)
+    plan = ours.take(0, 0)
+    assert plan.top_p == (0.5,) * 4 and plan.anchor_ms is None
+    for micro_batch, ms in zip(ours.micro_batches(0, 0), plan.predicted_ms, strict=True):
+        densities = [curve.at(0.5) for curve in micro_batch.curves]
+        assert ms == ours.predictor.predict(micro_batch.lengths, densities).total_ms
+
+
+@pytest.mark.parametrize("before", [3, 60])
+def test_one_stalled_step_does_not_move_the_plan(before):
+    """After a step that took ten times as long, the next budgets are within one grid step of those without it."""
+    noise = random.Random(0)
+
+    def steps(ours, count, factor):
+        for _ in range(count):
+            seen = what_a_step_showed(ours.take(0, 0), ours)
+            ours.observe([dataclasses.replace(m, total_ms=m.total_ms * factor * noise.gauss(1, 0.02)) for m in seen])
+
+    smooth, stalled = planner(), planner()
+    for ours in (smooth, stalled):
+        noise.seed(1)
+        steps(ours, before, 1.0)
+    steps(stalled, 1, 10.0)
+    ours, other = smooth.take(0, 1), stalled.take(0, 1)
+    assert stalled.predictor.attention_scale == pytest.approx(smooth.predictor.attention_scale, rel=0.05)
+    assert stalled.predictor.linear_scale == pytest.approx(smooth.predictor.linear_scale, rel=0.05)
+    assert max(abs(p - q) for p, q in zip(ours.top_p, other.top_p, strict=True)) <= 0.01 + 1e-9
+
+
+def test_drift_is_part_of_the_plan():
+    """Steps that take 1.3 times the profile's time show as scales of 1.3 in the plans made afterwards."""
+    ours = planner()
+    for _ in range(4):
+        seen = what_a_step_showed(planner().take(0, 0), ours)
+        ours.observe([dataclasses.replace(micro_batch, curve=None) for micro_batch in seen])
+    assert ours.take(0, 1).scales == pytest.approx((1.3, 1.3), rel=1e-6)

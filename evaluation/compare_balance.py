@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,7 +35,6 @@ sys.path.insert(0, str(ROOT))
 
 from hf_sparsebalance import balance_share, read_run, summarise  # noqa: E402
 from hf_sparsebalance.batching import STRATEGIES  # noqa: E402
-from hf_sparsebalance.runlog import Run  # noqa: E402
 from recipes.quickstart import SPARSE, run_profile, run_training  # noqa: E402
 from recipes.toy import build_documents, build_model  # noqa: E402
 
@@ -82,7 +82,7 @@ def trials() -> list[Trial]:
     ]
 
 
-def matched_top_p(run: Run, weight: str) -> float:
+def matched_top_p(run: Any, weight: str) -> float:
     """Mean budget of a run's micro-batches, weighted by an attribute of theirs."""
     budgets = [(m.top_p, getattr(m, weight)) for step in run.steps for m in step.micro_batches]
     return sum(top_p * share for top_p, share in budgets) / sum(share for _, share in budgets)
@@ -121,7 +121,7 @@ def run_corpus(corpus: str, chosen: list[Trial], args: argparse.Namespace, conso
     run_profile(model, profile, args.max_length, quick=args.small)
     rows = []
     for repeat in range(args.repeats):
-        runs: dict[str, Run] = {}
+        runs: dict[str, Any] = {}
         for trial in chosen if repeat % 2 == 0 else backwards(chosen):
             options = list(trial.options)
             if trial.matches is not None:

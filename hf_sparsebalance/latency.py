@@ -160,9 +160,10 @@ class LatencyPredictor:
 
         Relative residuals (measured - attention_scale * attention - linear_scale * linear) / (attention + linear) are
         fitted by iteratively re-weighted least squares (Huber's weights, then Tukey's), so that neither long
-        micro-batches nor a stalled step dominates. The leverage of each point bounds its weight too, since Huber's loss alone does not protect against
-        an outlier that is also an extreme mix. With fewer than 8 observations, or where all mix attention and linear
-        work alike, one common ratio (the median) is taken for both. Scales are clipped to [0.25, 4].
+        micro-batches nor a stalled step dominates. The leverage of each point bounds its weight too, since these alone
+        do not protect against an outlier that is also an extreme mix. With fewer than 8 observations, or where all mix
+        attention and linear work alike, one common ratio (the median) is taken for both. Scales are clipped to
+        [0.25, 4].
 
         Args:
             observations: (attention_ms, linear_ms, measured_ms) per micro-batch, the first two from `components`.

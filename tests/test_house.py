@@ -46,7 +46,7 @@ PUBLIC_MODULES = {
     "latency_profile": {"LatencyProfile"},
     "density": {"DensityCurve"},
     "tuning": {"tune_sparsity", "MicroBatch"},
-    "batching": {"plan_batches"},
+    "batching": {"plan_batches", "STRATEGIES"},
     "schedule": {"simulate_step"},
     "errors": {"UserError"},
 }

@@ -81,7 +81,7 @@ def test_without_tuning_every_micro_batch_has_the_base_budget_and_a_prediction()
 
 @pytest.mark.parametrize("before", [3, 60])
 def test_one_stalled_step_does_not_move_the_plan(before):
-    """After a step that took ten times as long, the next budgets are within one grid step of those without it."""
+    """A step that took ten times as long moves neither the fitted scales nor the planned rank times by 5 %."""
     noise = random.Random(0)
 
     def steps(ours, count, factor):
@@ -97,7 +97,8 @@ def test_one_stalled_step_does_not_move_the_plan(before):
     ours, other = smooth.take(0, 1), stalled.take(0, 1)
     assert stalled.predictor.attention_scale == pytest.approx(smooth.predictor.attention_scale, rel=0.05)
     assert stalled.predictor.linear_scale == pytest.approx(smooth.predictor.linear_scale, rel=0.05)
-    assert max(abs(p - q) for p, q in zip(ours.top_p, other.top_p, strict=True)) <= 0.01 + 1e-9
+    for rank in (slice(0, 2), slice(2, 4)):
+        assert sum(other.predicted_ms[rank]) == pytest.approx(sum(ours.predicted_ms[rank]), rel=0.05)
 
 
 def test_drift_is_part_of_the_plan():

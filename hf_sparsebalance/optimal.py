@@ -11,9 +11,10 @@ import numpy as np
 
 from hf_sparsebalance.ladder import Floats, Indices, Ladder, group_sums, pareto, pick, top_up, trim
 
-__all__ = ["optimal"]
+__all__ = ["optimal", "optimal_pipelined"]
 
 _SETTLED = 1e-5  # relative width at which the search for a rank's time ends
+_CAPS = 8  # most times of a micro-batch that are tried with pipelines
 
 
 def optimal(times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, sums: bool) -> tuple[Indices, float]:
@@ -29,7 +30,7 @@ def optimal(times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, sum
     target = float(gains_MC[:, base].sum()) * (1 - 1e-12)
     plain_M = np.full(len(times_MC), base)
     if sums:
-        choice_M = _least_largest_sum(times_MC, gains_MC, base, group_M, num_groups, target)
+        choice_M = _least_largest_sum(times_MC, gains_MC, plain_M, group_M, num_groups, target)
     else:
         choice_M = _least_sum_of_slowest(times_MC, gains_MC, group_M, num_groups, target)
     if _step_ms(times_MC, choice_M, group_M, num_groups, sums) > _step_ms(
@@ -43,6 +44,36 @@ def optimal(times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, sum
         cap_P = _group_ms(times_MC, choice_M, group_M, num_groups, sums)[group_M]
     choice_M = _least_work(times_MC, gains_MC, choice_M, part_M, cap_P, target)
     return choice_M, _step_ms(times_MC, choice_M, group_M, num_groups, sums)
+
+
+def optimal_pipelined(
+    times_MC: Floats, gains_MC: Floats, base: int, rank_M: Indices, num_stages: int
+) -> tuple[Indices, float]:
+    """`optimal` where each rank is a pipeline: its micro-batches' sum, and the slowest once more for each other stage.
+
+    That is (sum + (num_stages - 1) * slowest) / num_stages of the slowest rank: the real makespan depends on the order
+    too. The least slowest micro-batch and the least sum exclude each other; a few times between them are tried.
+    """
+    num_ranks = int(rank_M.max()) + 1
+    target = float(gains_MC[:, base].sum()) * (1 - 1e-12)
+    plain_M, together_M = np.full(len(times_MC), base), np.zeros(len(times_MC), dtype=np.intp)
+
+    def step_ms(choice_M: Indices) -> float:
+        time_M = pick(times_MC, choice_M)
+        waits = (num_stages - 1) * _group_ms(times_MC, choice_M, rank_M, num_ranks, False)
+        return float((group_sums(time_M, rank_M, num_ranks) + waits).max()) / num_stages
+
+    even_M = _least_sum_of_slowest(times_MC, gains_MC, together_M, 1, target)
+    light_M = _least_largest_sum(times_MC, gains_MC, plain_M, rank_M, num_ranks, target)
+    trials = [plain_M, even_M, light_M]
+    for cap_ms in np.linspace(pick(times_MC, even_M).max(), pick(times_MC, light_M).max(), _CAPS)[:-1]:
+        capped_MC = np.where(times_MC <= cap_ms * (1 + 1e-12), times_MC, np.inf)
+        trials.append(_least_largest_sum(capped_MC, gains_MC, even_M, rank_M, num_ranks, target))
+    choice_M = min(trials, key=step_ms)
+    capped_MC = np.where(times_MC <= pick(times_MC, choice_M).max(), times_MC, np.inf)
+    cap_P = np.full(num_ranks, group_sums(pick(times_MC, choice_M), rank_M, num_ranks).max())
+    choice_M = _least_work(capped_MC, gains_MC, choice_M, rank_M, cap_P, target)
+    return choice_M, step_ms(choice_M)
 
 
 def _group_ms(times_MC: Floats, choice_M: Indices, group_M: Indices, num_groups: int, sums: bool) -> Floats:
@@ -90,12 +121,15 @@ def _least_sum_of_slowest(
 
 
 def _least_largest_sum(
-    times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, num_groups: int, target: float
+    times_MC: Floats, gains_MC: Floats, plain_M: Indices, group_M: Indices, num_groups: int, target: float
 ) -> Indices:
-    """Least T such that ranks filled up to T reach the target: by fractions of moves, whole ones, topped up."""
+    """Least T such that ranks filled up to T reach the target: by fractions of moves, whole ones, topped up.
+
+    `plain_M`, which reaches the target, is the answer where nothing better is found.
+    """
     ladder = Ladder(times_MC, gains_MC, group_M, num_groups)
     least = float(ladder.start_ms_G.max())
-    high = max(least, float(group_sums(times_MC[:, base], group_M, num_groups).max()))
+    high = max(least, float(group_sums(pick(times_MC, plain_M), group_M, num_groups).max()))
 
     def topped_up(limit: float) -> Indices:
         limit_G = np.full(num_groups, limit)
@@ -117,7 +151,7 @@ def _least_largest_sum(
     if pick(gains_MC, best_M).sum() < target:
         enough, best_M = high, topped_up(high)
         if pick(gains_MC, best_M).sum() < target:
-            return np.full(len(times_MC), base)
+            return plain_M
     while enough - low > _SETTLED * enough:
         middle = (low + enough) / 2
         trial_M = topped_up(middle)

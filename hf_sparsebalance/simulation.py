@@ -147,6 +147,7 @@ class Simulation:
             batch_size=setup.batch_size,
             seed=setup.seed,
             window=setup.window,
+            num_stages=len(setup.order) if setup.order else 1,
             cost_ms=(attention_2N.sum(axis=0) + linear_ms * self._lengths_N).tolist(),
         )
 
@@ -177,6 +178,7 @@ class Simulation:
                 tolerance=setup.tolerance,
                 anchor=anchor,
                 scope="microbatch" if setup.order else setup.scope,
+                num_stages=len(setup.order) if setup.order else 1,
             )
             chosen += tuning.top_p
             missed += tuning.num_missed

@@ -22,7 +22,7 @@ from hf_sparsebalance.density import DensityCurve, densities
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.ladder import Floats, Indices, Ladder, fastest, group_sums, pick, top_up
 from hf_sparsebalance.latency import LatencyPredictor
-from hf_sparsebalance.optimal import optimal
+from hf_sparsebalance.optimal import optimal, optimal_pipelined
 
 __all__ = ["ANCHORS", "SCOPES", "MicroBatch", "Tuning", "candidate_budgets", "tune_sparsity"]
 
@@ -90,6 +90,7 @@ def tune_sparsity(
     tolerance: float,
     anchor: str = "mean",
     scope: str = "rank",
+    num_stages: int = 1,
 ) -> Tuning:
     """Choose a budget for each micro-batch of one optimizer step (all ranks, all slots).
 
@@ -102,6 +103,8 @@ def tune_sparsity(
             each slot (scope slot), or over the ranks' sums (scope rank); or `optimal`: least predicted step time
             with token-weighted mean budget >= base_top_p, and little work among equals.
         scope: where the step waits: "microbatch" (pipelines), "slot" (FSDP, ZeRO-3), "rank" (plain DDP).
+        num_stages: stages of each rank's pipeline, for `optimal` with scope microbatch: the step is then the slowest
+            rank's (sum + (num_stages - 1) * slowest micro-batch) / num_stages.
 
     Returns:
         The budgets and their predicted times. With `optimal` the predicted step time is never above that of the base
@@ -123,6 +126,8 @@ def tune_sparsity(
         raise UserError(f"anchor must be one of {', '.join(ANCHORS)}, not {anchor!r}")
     if scope not in SCOPES:
         raise UserError(f"scope must be one of {', '.join(SCOPES)}, not {scope!r}")
+    if num_stages < 1:
+        raise UserError(f"num_stages must be at least 1, not {num_stages}: use 1 without pipelines")
     if not micro_batches or any(not m.lengths or len(m.lengths) != len(m.curves) for m in micro_batches):
         raise ValueError("every step needs micro-batches, and each of them documents with one curve each")
     budgets = candidate_budgets(base_top_p, tolerance)
@@ -134,7 +139,11 @@ def tune_sparsity(
     group_M = _groups(micro_batches, scope)
     missed = 0
     if anchor == "optimal":
-        choice_M, anchor_ms = optimal(times_MC, gains_MC, base, group_M, scope == "rank")
+        if scope == "microbatch" and num_stages > 1:
+            rank_M = _groups(micro_batches, "rank")
+            choice_M, anchor_ms = optimal_pipelined(times_MC, gains_MC, base, rank_M, num_stages)
+        else:
+            choice_M, anchor_ms = optimal(times_MC, gains_MC, base, group_M, scope == "rank")
     else:
         if scope == "rank":
             part_M = group_M

@@ -205,6 +205,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--documents", type=int, default=80, help="a multiple of 8")
     parser.add_argument("--max_length", type=int, default=16384, help="longest document, tokens")
+    parser.add_argument("--runs", help="only these, with commas, and what they are compared with (default: all)")
     parser.add_argument("--small", action="store_true", help="a tiny size, to see that it runs")
     parser.add_argument("--json", type=Path, help="file for all summaries")
     args = parser.parse_args()
@@ -216,13 +217,22 @@ def main() -> int:
     if args.documents % 8 or args.documents < 8:
         parser.error("--documents must be a multiple of 8: two ranks with four micro-batches each")
     console, chosen = Console(), trials()
+    if args.runs is not None:
+        wanted = {"random", *args.runs.split(",")}
+        if unknown := wanted - {trial.name for trial in chosen}:
+            parser.error(
+                f"--runs: {', '.join(sorted(unknown))}: known are {', '.join(trial.name for trial in chosen)}"
+            )
+        wanted |= {trial.matches[0] for trial in chosen if trial.name in wanted and trial.matches is not None}
+        chosen = [trial for trial in chosen if trial.name in wanted]
     found: dict[str, dict] = {}
     for corpus in corpora:
         rows = run_corpus(corpus, chosen, args, console)
+        names = {trial.name for trial in chosen}
         parts = {
-            "dst mean": split(rows, "dst mean", "dst mean: same work", "random"),
-            "dst optimal": split(rows, "dst optimal", "dst optimal: same work", "random"),
-            "sab w4 + dst": split(rows, "sab w4 + dst", "sab w4 + dst: same work", "sab w4"),
+            tuned: split(rows, tuned, f"{tuned}: same work", before)
+            for tuned, before in (("dst mean", "random"), ("dst optimal", "random"), ("sab w4 + dst", "sab w4"))
+            if {tuned, f"{tuned}: same work", before} <= names
         }
         found[corpus] = {"runs": rows, "parts": parts}
         console.print(table(corpus, rows, chosen))

@@ -73,9 +73,10 @@ def tile_forward_config(dtype: torch.dtype, head_dim: int, block_size: int) -> T
     rows = largest_tile(block_size, most.rows)
     if rows < most.rows:
         warps = max(2, most.num_warps * rows // most.rows)
-        # Masks of columns take registers of their own, and so does each stage.
-        stages = most.num_stages if head_dim == padded_head_dim(head_dim) else 2
-        return TileConfig(rows, min(rows, most.keys), warps, stages)
+        if head_dim < padded_head_dim(head_dim):
+            # Masks of columns take registers of their own, and so does each stage.
+            return TileConfig(rows, min(rows, most.keys), 2 * warps, 2)
+        return TileConfig(rows, min(rows, most.keys), warps, most.num_stages)
     return most
 
 

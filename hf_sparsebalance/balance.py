@@ -1,9 +1,9 @@
 """What the trainer and its callback share during a run: the planner, this rank's clock, and the run's log.
 
 One step: :meth:`StepBalance.begin` gives this rank's budgets, the trainer runs the micro-batches under the clock, and
-:meth:`StepBalance.end` gathers what every rank measured and writes one line of the log.  What the planner learns from
-a step, and the budgets of the step after the next, are worked out by a thread while the next step computes: when a
-step begins its plan has long been made.  Every rank does the same in the same order, so all plan alike.
+:meth:`StepBalance.end` gathers what every rank measured and writes one line of the log.  While a step computes, a
+thread lets the planner learn from the step before and plan the next: when that begins, its plan has long been made.
+Every rank does the same in the same order, so all plan alike.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class StepBalance:
         # One thread: its jobs run in order.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsebalance")
         self._jobs: list[Future[None]] = []
+        self._measured: list[Measured] = []
         self._collectors: list[StatsCollector] = []
         self._started_s = 0.0
         self._planning_ms = 0.0
@@ -73,6 +74,7 @@ class StepBalance:
 
     def settle(self) -> None:
         """Wait until the planner has learned and planned all it was given; whatever went wrong there is raised."""
+        self._learn()
         while self._jobs:
             self._jobs.pop(0).result()
 
@@ -93,7 +95,11 @@ class StepBalance:
             # The first step of an epoch, or of a run; or the thread has not come so far.
             self.settle()
         self._plan = self.planner.take(epoch, step)
-        self._plan_ahead(step + 1)
+        self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
+        # Now, not when the last step ended: there the thread would hold up this one, which logs, by 5 ms at a time.
+        self._learn()
+        if step + 1 < self.planner.num_steps:
+            self._jobs.append(self._worker.submit(self.planner.plan_ahead, epoch, step + 1))
         self._planning_ms = (time.perf_counter() - started + self._carried_s) * 1000.0
         num_slots = self.planner.settings.num_slots
         self._collectors = [StatsCollector() for _ in range(num_slots)]
@@ -152,11 +158,9 @@ class StepBalance:
             top_p = self._top_p(rank, slot) if self.sparse else None
             entries.append(self._entry(rank, slot, samples, top_p, expected_ms, row))
             measured.append(Measured(samples, top_p, row[1] + row[2], _curve(row[len(_COLUMNS) :])))
-        self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
-        self._jobs.append(self._worker.submit(self.planner.observe, measured))
+        self._measured = measured
         if step + 1 == self.planner.num_steps:
             self.settle()  # the next epoch's batches depend on it
-        self._plan_ahead(step + 2)
         step_s = float(gathered[:, -1, 0].max())
         record = runlog.Step(
             step=global_step,
@@ -173,10 +177,11 @@ class StepBalance:
         if self._plan.scales is not None:
             self.metrics["attention_scale"], self.metrics["linear_scale"] = self._plan.scales
 
-    def _plan_ahead(self, step: int) -> None:
-        """Have a later step of this epoch planned by the thread, after what it was given before."""
-        if step < self.planner.num_steps:
-            self._jobs.append(self._worker.submit(self.planner.plan_ahead, self._position[0], step))
+    def _learn(self) -> None:
+        """Hand what the last step showed to the thread, once."""
+        if self._measured:
+            self._jobs.append(self._worker.submit(self.planner.observe, self._measured))
+            self._measured = []
 
     def _top_p(self, rank: int, slot: int) -> float:
         assert self._plan is not None and self._plan.top_p is not None

@@ -16,14 +16,11 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import json
 import multiprocessing
 import os
-import platform
 import re
 import resource
-import shlex
 import statistics
 import sys
 import time
@@ -33,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.nn.functional as F
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -285,16 +282,11 @@ def median_ratio(over: list[float] | None, under: list[float] | None) -> float |
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
     """The document before its measurements."""
-    cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    model = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
-    machine = {"name": platform.node(), "cpu": model[1] if model else platform.machine(), "cores": os.cpu_count()}
+    document = provenance("torch", "numpy")
     gpu = torch.cuda.get_device_name() if args.device == "cuda" else None
     settings = {name: value for name, value in vars(args).items() if name not in ("json", "memory")}
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine | {"threads": torch.get_num_threads(), "gpu": gpu},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": numpy.__version__},
+    document["machine"] |= {"threads": torch.get_num_threads(), "gpu": gpu}
+    return document | {
         "settings": settings | {"budget": "top_p", "seed": SEED, "key_offset_std": KEY_OFFSET_STD},
         "method": {
             "time": f"seconds per call, median of the repeats; a call repeats until {LEAST_SECONDS} s have passed",

@@ -2,30 +2,28 @@
 
     .venv/bin/python evaluation/compare_balance.py --json evaluation/results/compare_balance_cpu.json
 
-Each repeat runs everything once, in turn and every second time backwards; ratios are taken inside a repeat, so that a
-slow minute of the machine hits a few runs of one repeat and no ratio of medians.  A gain is split in two:
-balance (the same attended work in less time) and less work.  The controls have one budget for all micro-batches:
-`same work` attends as many pairs as the tuned run did, `same coverage` has its token-weighted mean budget.
+Each repeat trains everything once, an optimizer step of each run in turn (`alternating_runs.py`), every second time in
+the opposite order; ratios are taken inside a repeat.  Repeats that are there already are kept: a comparison that was
+stopped goes on with the same command.  A gain is split in two: balance (the same attended work in less time) and less
+work.  The controls have one budget for all micro-batches: `same work` attends as many pairs as the tuned run plans to,
+`same coverage` has its token-weighted mean budget.  For the anchor `optimal` that mean is the base budget, so that its
+control with the same coverage is the run without tuning.
 
 Corpora: `library`, the source files of Python's standard library, whole; `bimodal`, pieces of the same text, half of
-them short and half long.  The model is a random toy: what is measured is balance and time, not quality.
+them short and half long; `equal`, pieces of one length, on which only `random` runs: what its ranks still differ by is
+the machine's doing, so no strategy can show more.  The model is a random toy: what is measured is balance and time,
+not quality.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import platform
 import random
-import shlex
-import shutil
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -33,12 +31,14 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from provenance import provenance  # noqa: E402
+
 from hf_sparsebalance import balance_share, read_run, summarise  # noqa: E402
 from hf_sparsebalance.batching import STRATEGIES  # noqa: E402
-from recipes.quickstart import SPARSE, run_profile, run_training  # noqa: E402
+from recipes.quickstart import CONFIG, SPARSE, launch, run_profile  # noqa: E402
 from recipes.toy import build_documents, build_model  # noqa: E402
 
-CORPORA = ("library", "bimodal")
+CORPORA = ("library", "bimodal", "equal")
 OFF = ["--tolerance", "0"]
 SAB = ["--batching", "sparsity_aware", "--window", "4"]
 BASE_TOP_P = 0.2  # recipes/quickstart.yaml
@@ -46,12 +46,12 @@ BASE_TOP_P = 0.2  # recipes/quickstart.yaml
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: its name, its options, and where they come from if another run decides its budget.
+    """One run: its name, its options, and which other run decides its budget.
 
     Attributes:
         name: shown, and the name of its folder.
         options: of ``sparsebalance train``.
-        matches: (name of an earlier trial, weight): the uniform budget is the mean of that run's budgets, weighted by
+        matches: (name of another trial, weight): the uniform budget is the mean of what that run plans, weighted by
             ``causal_pairs`` (same work, as the gate of a random model is uniform: density follows p) or ``tokens``.
     """
 
@@ -61,7 +61,7 @@ class Trial:
 
 
 def trials() -> list[Trial]:
-    """Everything that is compared; a control comes after the run that it matches."""
+    """Everything that is compared."""
     random_order = [*SPARSE, "--batching", "random"]
     mean, best = ["--tolerance", "0.1", "--anchor", "mean"], ["--tolerance", "0.1", "--anchor", "optimal"]
     rivals = [name for name in STRATEGIES if name not in ("random", "sparsity_aware")]
@@ -76,27 +76,21 @@ def trials() -> list[Trial]:
         Trial("dst mean: same coverage", [*random_order, *OFF], ("dst mean", "tokens")),
         Trial("dst optimal", [*random_order, *best]),
         Trial("dst optimal: same work", [*random_order, *OFF], ("dst optimal", "causal_pairs")),
-        Trial("dst optimal: same coverage", [*random_order, *OFF], ("dst optimal", "tokens")),
         Trial("sab w4 + dst", [*SPARSE, *SAB, *best]),
         Trial("sab w4 + dst: same work", [*SPARSE, *SAB, *OFF], ("sab w4 + dst", "causal_pairs")),
     ]
 
 
-def matched_top_p(run: Any, weight: str) -> float:
-    """Mean budget of a run's micro-batches, weighted by an attribute of theirs."""
-    budgets = [(m.top_p, getattr(m, weight)) for step in run.steps for m in step.micro_batches]
-    return sum(top_p * share for top_p, share in budgets) / sum(share for _, share in budgets)
-
-
-def bimodal_documents(folder: Path, count: int, longest: int) -> tuple[Path, Path]:
-    """Pieces of the library's sources: half up to a sixteenth of ``longest``, half from a third of it on."""
-    train, heldout = build_documents(folder, num_train=400, num_heldout=8, max_bytes=longest)
+def cut_documents(folder: Path, corpus: str, count: int, longest: int) -> Path:
+    """Pieces of the library's sources: `equal`, a third of ``longest`` each; `bimodal`, half of them up to a sixteenth
+    of ``longest``, half from a third of it on."""
+    train, _ = build_documents(folder, num_train=400, num_heldout=8, max_bytes=longest)
     texts = [json.loads(line)["text"] for line in train.read_text(encoding="utf-8").splitlines()]
     rng, whole = random.Random(0), "".join(texts)
     pieces, at = [], 0
     for number in range(count):
         low, high = (longest // 64, longest // 16) if number % 2 else (longest // 3, longest)
-        size = rng.randint(max(low, 2), high)
+        size = longest // 3 if corpus == "equal" else rng.randint(max(low, 2), high)
         pieces.append(whole[at : at + size])
         at += size
     if len(pieces[-1]) < 2:
@@ -104,49 +98,45 @@ def bimodal_documents(folder: Path, count: int, longest: int) -> tuple[Path, Pat
     rng.shuffle(pieces)
     lines = (json.dumps({"text": text, "name": str(number)}) + "\n" for number, text in enumerate(pieces))
     train.write_text("".join(lines), encoding="utf-8")
-    return train, heldout
+    return train
 
 
 def run_corpus(corpus: str, chosen: list[Trial], args: argparse.Namespace, console: Console) -> list[dict]:
     """Summaries of all repeats of all trials on one corpus."""
     folder = args.output / corpus
-    shutil.rmtree(folder, ignore_errors=True)
     model = build_model(folder / "model")
-    build: Callable[[], tuple[Path, Path]] = {
-        "library": lambda: build_documents(folder, num_train=args.documents, num_heldout=8, max_bytes=args.max_length),
-        "bimodal": lambda: bimodal_documents(folder, args.documents, args.max_length),
-    }[corpus]
-    train, heldout = build()
+    if corpus == "library":
+        train, _ = build_documents(folder, num_train=args.documents, num_heldout=8, max_bytes=args.max_length)
+    else:
+        train = cut_documents(folder, corpus, args.documents, args.max_length)
     profile = folder / "profile.json"
-    run_profile(model, profile, args.max_length, quick=args.small)
+    if not profile.exists():
+        run_profile(model, profile, args.max_length, quick=args.small)
+    common = ["--config", str(CONFIG), "--model_name_or_path", str(model), "--data", str(train)]
+    common += ["--max_length", str(args.max_length), "--profile", str(profile), "--disable_tqdm", "true"]
+    options = {trial.name: [*common, *trial.options] for trial in chosen}
     rows = []
     for repeat in range(args.repeats):
-        runs: dict[str, Any] = {}
-        for trial in chosen if repeat % 2 == 0 else backwards(chosen):
-            options = list(trial.options)
-            if trial.matches is not None:
-                other, weight = trial.matches
-                options += ["--base_top_p", f"{matched_top_p(runs[other], weight):.4f}"]
-            console.rule(f"{corpus}, repeat {repeat + 1}: {trial.name}")
-            place = argparse.Namespace(output=folder / str(repeat), max_length=args.max_length)
-            name = trial.name.replace(" ", "_").replace(":", "")
-            run_training(name, [*options, "--profile", str(profile)], model, train, heldout, place)
-            runs[trial.name] = read_run(place.output / name)
-        for trial in chosen:
-            run = runs[trial.name]
+        place = folder / str(repeat)
+        folders = {trial.name: place / trial.name.replace(" ", "_").replace(":", "") for trial in chosen}
+        if not all((run / "run.json").exists() for run in folders.values()):  # written when a run has ended
+            console.rule(f"{corpus}, repeat {repeat + 1}")
+            specification = {}
+            for trial in chosen if repeat % 2 == 0 else reversed(chosen):
+                matches = None
+                if trial.matches is not None:
+                    other, weight = trial.matches
+                    matches = [[*options[other], "--output_dir", str(place)], weight]
+                arguments = [*options[trial.name], "--output_dir", str(folders[trial.name])]
+                specification[trial.name] = {"arguments": arguments, "matches": matches}
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "trials.json").write_text(json.dumps(specification), encoding="utf-8")
+            launch([str(ROOT / "evaluation" / "alternating_runs.py"), str(place / "trials.json")])
+        runs = {name: read_run(run) for name, run in folders.items()}
+        for name, run in runs.items():
             summary = summarise(run, runs["random"])
-            rows.append({**summary, "name": trial.name, "repeat": repeat, "balance_share": balance_share(run)})
+            rows.append({**summary, "name": name, "repeat": repeat, "balance_share": balance_share(run)})
     return rows
-
-
-def backwards(chosen: list[Trial]) -> list[Trial]:
-    """The other way round, but a control still comes after the run that it matches."""
-    followers: dict[str, list[Trial]] = {}
-    for trial in chosen:
-        if trial.matches is not None:
-            followers.setdefault(trial.matches[0], []).append(trial)
-    leaders = [trial for trial in reversed(chosen) if trial.matches is None]
-    return [trial for leader in leaders for trial in (leader, *followers.get(leader.name, []))]
 
 
 def table(corpus: str, rows: list[dict], chosen: list[Trial]) -> Table:
@@ -225,28 +215,29 @@ def main() -> int:
             )
         wanted |= {trial.matches[0] for trial in chosen if trial.name in wanted and trial.matches is not None}
         chosen = [trial for trial in chosen if trial.name in wanted]
+    settings, marker = {"documents": args.documents, "max_length": args.max_length}, args.output / "settings.json"
+    if marker.exists() and json.loads(marker.read_text(encoding="utf-8")) != settings:
+        parser.error(f"--output {args.output} holds a comparison of other sizes: choose another folder")
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    marker.write_text(json.dumps(settings) + "\n", encoding="utf-8")
     found: dict[str, dict] = {}
     for corpus in corpora:
-        rows = run_corpus(corpus, chosen, args, console)
-        names = {trial.name for trial in chosen}
+        here = [trial for trial in chosen if corpus != "equal" or trial.name == "random"]
+        rows = run_corpus(corpus, here, args, console)
+        names = {trial.name for trial in here}
         parts = {
             tuned: split(rows, tuned, f"{tuned}: same work", before)
             for tuned, before in (("dst mean", "random"), ("dst optimal", "random"), ("sab w4 + dst", "sab w4"))
             if {tuned, f"{tuned}: same work", before} <= names
         }
         found[corpus] = {"runs": rows, "parts": parts}
-        console.print(table(corpus, rows, chosen))
+        console.print(table(corpus, rows, here))
         for name, part in parts.items():
             console.print(f"{name}: " + ", ".join(f"{key} {value:.3f}x" for key, value in part.items()))
     if args.json:
         environment = read_run(args.output / corpora[0] / "0" / "random").environment
-        document = {
-            "command": shlex.join(sys.argv),
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "platform": platform.platform(),
-            "environment": environment,
-            "corpora": found,
-        }
+        document = provenance("torch", "transformers", "accelerate", "numpy")
+        document |= {"environment": environment, "corpora": found}
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import datetime
 import functools
 import importlib
 import inspect
@@ -27,9 +26,7 @@ import json
 import multiprocessing
 import os
 import pkgutil
-import platform
 import re
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -45,7 +42,7 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-import triton
+from provenance import provenance
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -444,17 +441,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def versions() -> dict[str, str]:
-    """What results depend on."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "ptxas": knobs.nvidia.ptxas.version,
-        "ptxas-blackwell": knobs.nvidia.ptxas_blackwell.version,
-    }
-
-
 def main() -> int:
     if knobs.runtime.interpret:
         print("TRITON_INTERPRET is set: a process interprets kernels or compiles them; unset it", file=sys.stderr)
@@ -478,10 +464,10 @@ def main() -> int:
         violations += problems_of(row, limits[row.target])
     seconds = round(time.perf_counter() - begin, 1)
     if args.json:
-        document = {
-            "command": shlex.join(sys.argv),
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "versions": versions(),
+        assemblers = {"ptxas": knobs.nvidia.ptxas.version, "ptxas-blackwell": knobs.nvidia.ptxas_blackwell.version}
+        document = provenance("torch", "triton")
+        document["versions"] |= assemblers
+        document |= {
             "seconds": seconds,
             "shared_limits": limits,
             "violations": violations,

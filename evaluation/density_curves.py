@@ -24,14 +24,10 @@ from __future__ import annotations
 
 import argparse
 import bisect
-import datetime
 import hashlib
 import json
-import os
-import platform
 import random
 import re
-import shlex
 import statistics
 import subprocess
 import sys
@@ -42,8 +38,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -276,14 +272,9 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 
 def describe(args: argparse.Namespace) -> dict[str, Any]:
-    cpuinfo = Path("/proc/cpuinfo").read_text(errors="replace") if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"^model name\s*:\s*(.*)$", cpuinfo, re.MULTILINE)
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
-    return {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": cpu[1] if cpu else platform.machine(), "cores": os.cpu_count(), "threads": args.threads},
-        "versions": versions | {"transformers": transformers.__version__},
+    document = provenance("torch", "numpy", "transformers")
+    document["machine"]["threads"] = args.threads
+    return document | {
         "settings": recording_settings(args) | {"seed": SEED, "learning_rate": LEARNING_RATE},
         "imbalance_of": {
             "ranks": RANKS,

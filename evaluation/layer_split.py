@@ -15,11 +15,7 @@ the same documents of one length (--loss_length), each layer given its own budge
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 from pathlib import Path
@@ -28,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -182,11 +179,7 @@ def main() -> int:
     torch.set_num_threads(args.threads)
     recorded = json.loads(args.passes.read_text(encoding="utf-8"))
     splits = measure(recorded, args)
-    document = {
-        "command": shlex.join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+    document = provenance("torch", "numpy") | {
         "splits": splits,
         "losses": measure_losses(splits, recorded, args) if args.model else [],
     }

@@ -90,14 +90,18 @@ def run_training(
     name: str, options: list[str], model: Path, train: Path, heldout: Path, args: argparse.Namespace
 ) -> None:
     """One fine-tuning run on two CPU processes."""
+    command = ["-m", "hf_sparsebalance", "train", "--config", str(CONFIG), "--model_name_or_path", str(model)]
+    command += ["--data", str(train), "--eval_data", str(heldout), "--output_dir", str(args.output / name)]
+    launch([*command, "--max_length", str(args.max_length), *options])
+
+
+def launch(program: list[str]) -> None:
+    """Run a program (a script, or -m and a module, and its arguments) on two CPU processes."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     # --cpu alone would start one process; with --multi_gpu and ACCELERATE_USE_CPU there are two, joined by gloo.
     command += ["--multi_gpu", "--num_processes", str(RANKS), "--num_machines", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", free_port()]
-    command += ["-m", "hf_sparsebalance", "train", "--config", str(CONFIG), "--model_name_or_path", str(model)]
-    command += ["--data", str(train), "--eval_data", str(heldout), "--output_dir", str(args.output / name)]
-    command += ["--max_length", str(args.max_length), *options]
-    subprocess.run(command, check=True, env=environment())
+    subprocess.run([*command, *program], check=True, env=environment())
 
 
 def environment() -> dict[str, str]:

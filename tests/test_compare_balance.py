@@ -1,35 +1,43 @@
-"""The comparison of real runs: its order, its controls and how a gain is split."""
+"""The comparison of real runs: its turns, its controls, its documents and how a gain is split."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
+from alternating_runs import Turns, mean_top_p
 
 from evaluation import compare_balance as program
 
 
-def run_of(*micro_batches):
-    """A run of one step from (top_p, tokens, causal_pairs) triples."""
-    entries = [SimpleNamespace(top_p=p, tokens=t, causal_pairs=c) for p, t, c in micro_batches]
-    return SimpleNamespace(steps=[SimpleNamespace(micro_batches=entries)])
+def test_turns_go_round_in_order():
+    """One thread at a time, in the order given, until each has left; whoever stays comes round again."""
+    turns, seen = Turns(["a", "b", "c"]), []
+
+    def work(name, rounds):
+        for number in range(rounds):
+            turns.wait(name)
+            seen.append(name)
+            turns.end(stay=number + 1 < rounds)
+
+    with ThreadPoolExecutor(3) as pool:
+        for name, rounds in (("c", 1), ("b", 3), ("a", 2)):
+            pool.submit(work, name, rounds)
+    assert seen == ["a", "b", "c", "a", "b", "b"]
 
 
-def test_a_control_has_the_weighted_mean_budget():
-    """Same work weighs budgets with pairs, same coverage with tokens."""
-    run = run_of((0.1, 100, 10_000), (0.4, 50, 2_500))
-    assert program.matched_top_p(run, "causal_pairs") == pytest.approx((0.1 * 4 + 0.4) / 5)
-    assert program.matched_top_p(run, "tokens") == pytest.approx((0.1 * 2 + 0.4) / 3)
-
-
-def test_backwards_keeps_controls_behind_what_they_match():
-    """Every trial runs once either way; forwards and backwards a control follows its tuned run at once or later."""
-    trials = program.trials()
-    for order in (trials, program.backwards(trials)):
-        names = [trial.name for trial in order]
-        assert sorted(names) == sorted(trial.name for trial in trials) and len(set(names)) == len(names)
-        for number, trial in enumerate(order):
-            assert trial.matches is None or trial.matches[0] in names[:number]
-    assert program.backwards(trials)[-1].name == trials[0].name
+def test_a_control_has_the_weighted_mean_of_the_planned_budgets():
+    """Same work weighs the tuned run's budgets with causal pairs, same coverage with tokens, over all steps."""
+    steps = [[(0.1, (100,)), (0.4, (50,))], [(0.3, (20, 10))]]  # (top_p, lengths)
+    planner = SimpleNamespace(
+        num_steps=2,
+        budgets=lambda epoch, step: SimpleNamespace(top_p=tuple(p for p, _ in steps[step])),
+        micro_batches=lambda epoch, step: [SimpleNamespace(lengths=lengths) for _, lengths in steps[step]],
+    )
+    assert mean_top_p(planner, "tokens") == pytest.approx((10 + 20 + 9) / 180)
+    pairs = (5050, 1275, 210 + 55)
+    expected = (0.1 * pairs[0] + 0.4 * pairs[1] + 0.3 * pairs[2]) / sum(pairs)
+    assert mean_top_p(planner, "causal_pairs") == pytest.approx(expected)
 
 
 def test_parts_multiply_to_the_total_inside_a_repeat():
@@ -43,11 +51,26 @@ def test_parts_multiply_to_the_total_inside_a_repeat():
 
 def test_bimodal_documents_are_short_or_long(tmp_path):
     """Half of the pieces are up to a sixteenth of the longest, the others at least a third of it."""
-    train, heldout = program.bimodal_documents(tmp_path, 40, 2048)
+    train = program.cut_documents(tmp_path, "bimodal", 40, 2048)
     sizes = [len(json.loads(line)["text"]) for line in train.read_text().splitlines()]
-    assert len(sizes) == 40 and heldout.exists()
+    assert len(sizes) == 40
     assert sum(size <= 2048 // 16 for size in sizes) == 20
     assert sum(2048 // 3 <= size <= 2048 for size in sizes) == 20
+
+
+def test_equal_documents_are_equally_long(tmp_path):
+    """All pieces are a third of the longest."""
+    train = program.cut_documents(tmp_path, "equal", 16, 2048)
+    assert {len(json.loads(line)["text"]) for line in train.read_text().splitlines()} == {2048 // 3}
+
+
+def test_a_folder_of_another_size_is_refused(monkeypatch, tmp_path, capsys):
+    """Runs of another size would be taken for this comparison's: one line says so, and nothing is run."""
+    (tmp_path / "settings.json").write_text('{"documents": 80, "max_length": 512}')
+    monkeypatch.setattr("sys.argv", ["compare_balance.py", "--small", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit) as stopped:
+        program.main()
+    assert stopped.value.code == 2 and "--output" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--corpora", "x"], ["--documents", "12"], ["--runs", "nothing"]])

@@ -15,7 +15,7 @@ import datasets
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 
 from hf_sparsebalance import runlog
 from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
@@ -69,7 +69,7 @@ class DataArguments:
     text_column: str = field(default="text", metadata={"help": "Column that holds the text."})
 
 
-def run(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> None:
     """Train as the command line says; writes the model, run.json and balance.jsonl to --output_dir."""
     model_args, data_args, args = parse(arguments)
     rank, _ = rank_and_world()
@@ -98,6 +98,7 @@ def run(arguments: Sequence[str]) -> None:
             train_dataset=train_set,
             eval_dataset=eval_set,
             processing_class=tokenizer,
+            callbacks=list(callbacks),
         )
     except UserError:
         raise

@@ -21,11 +21,9 @@ from pathlib import Path
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_sparsebalance.cli import train
-from hf_sparsebalance.cli.models import load_config, load_tokenizer
-from hf_sparsebalance.documents import check_lengths, load_documents
+from hf_sparsebalance.cli.train import plan
+from hf_sparsebalance.cli.train import run as train
 from hf_sparsebalance.planner import Planner
-from hf_sparsebalance.trainer import build_planner
 
 
 class Turns:
@@ -61,16 +59,6 @@ class TakeTurns(TrainerCallback):
         self._turns.wait(self._name)
 
 
-def planner_of(arguments: Sequence[str]) -> Planner:
-    """The planner of a training before anything is measured."""
-    model_args, data_args, args = train.parse(arguments)
-    tokenizer = load_tokenizer(model_args.model_name_or_path)
-    documents, _ = load_documents(data_args.data, tokenizer=tokenizer, max_length=data_args.max_length)
-    config = load_config(model_args.model_name_or_path)
-    config._attn_implementation = model_args.attn_implementation
-    return build_planner(config, args, check_lengths(documents), args.train_batch_size)
-
-
 def mean_top_p(planner: Planner, weight: str) -> float:
     """Mean budget that a planner chooses over its first epoch.
 
@@ -99,8 +87,8 @@ def main() -> int:
         arguments = trials[name]["arguments"]
         if trials[name]["matches"] is not None:
             other, weight = trials[name]["matches"]
-            arguments = [*arguments, "--base_top_p", f"{mean_top_p(planner_of(other), weight):.4f}"]
-        train.run(arguments, [TakeTurns(turns, name)])
+            arguments = [*arguments, "--base_top_p", f"{mean_top_p(plan(other), weight):.4f}"]
+        train(arguments, [TakeTurns(turns, name)])
         turns.end(stay=False)
 
     with ThreadPoolExecutor(len(trials)) as pool:

@@ -60,7 +60,7 @@ def test_document_says_what_was_run(dry_run):
         "command", "date", "machine", "versions", "settings", "method", "cases", "measurements",
     }  # fmt: skip
     assert document["machine"]["cores"] >= 1 and document["machine"]["threads"] == 1
-    assert all(document["machine"][name] for name in ("name", "cpu"))
+    assert document["machine"]["cpu"]
     assert document["versions"]["torch"] == torch.__version__
     assert "bench_attention.py" in document["command"] and "--threads=1" in document["command"]
     settings = document["settings"]

@@ -30,6 +30,8 @@ PUBLIC_MODULES = {
     "batching": {"plan_batches", "STRATEGIES"},
     "schedule": {"simulate_step"},
     "errors": {"UserError"},
+    "planner": {"Planner"},
+    "cli.train": {"plan", "run"},
 }
 
 

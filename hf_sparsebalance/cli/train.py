@@ -27,6 +27,7 @@ from hf_sparsebalance.distributed import check_world, rank_and_world
 from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.heldout import heldout_loss
+from hf_sparsebalance.planner import Planner
 from hf_sparsebalance.profiling import device_name
 from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner, checkpoint_folder
 from hf_sparsebalance.version import __version__
@@ -84,11 +85,7 @@ def run(arguments: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> 
     train_set = _load("data", data_args.data, data_args, tokenizer)
     eval_set = _load("eval_data", data_args.eval_data, data_args, tokenizer) if data_args.eval_data else None
     # Everything that needs no weights is refused before they are loaded.
-    config = load_config(model_args.model_name_or_path)
-    config._attn_implementation = model_args.attn_implementation
-    if model_args.dtype != "auto":
-        config.dtype = getattr(torch, model_args.dtype)
-    planner = build_planner(config, args, check_lengths(train_set), args.train_batch_size)
+    planner = _planner(model_args, args, train_set)
     if args.resume_from_checkpoint:
         planner.load_state_dict(read_state(checkpoint_folder(args.resume_from_checkpoint, str(args.output_dir))))
     try:
@@ -114,6 +111,13 @@ def run(arguments: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> 
     if trainer.is_world_process_zero():
         trainer.save_state()
         runlog.write_run(str(args.output_dir), _run_fields(trainer, len(train_set), before, after))
+
+
+def plan(arguments: Sequence[str]) -> Planner:
+    """The planner with which :func:`run` would start, without its weights."""
+    model_args, data_args, args = parse(arguments)
+    tokenizer = load_tokenizer(model_args.model_name_or_path)
+    return _planner(model_args, args, _load("data", data_args.data, data_args, tokenizer))
 
 
 def parse(arguments: Sequence[str]) -> tuple[ModelArguments, DataArguments, SparseBalanceArguments]:
@@ -167,6 +171,14 @@ def build_model(args: ModelArguments) -> PreTrainedModel:
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, adapters)
+
+
+def _planner(model_args: ModelArguments, args: SparseBalanceArguments, train_set: datasets.Dataset) -> Planner:
+    config = load_config(model_args.model_name_or_path)
+    config._attn_implementation = model_args.attn_implementation
+    if model_args.dtype != "auto":
+        config.dtype = getattr(torch, model_args.dtype)
+    return build_planner(config, args, check_lengths(train_set), args.train_batch_size)
 
 
 def _load(

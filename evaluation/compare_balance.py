@@ -101,20 +101,16 @@ def cut_documents(folder: Path, corpus: str, count: int, longest: int) -> Path:
     return train
 
 
-def run_corpus(corpus: str, chosen: list[Trial], args: argparse.Namespace, console: Console) -> list[dict]:
-    """Summaries of all repeats of all trials on one corpus."""
+def run_corpus(
+    corpus: str, chosen: list[Trial], common: list[str], args: argparse.Namespace, console: Console
+) -> list[dict]:
+    """Summaries of all repeats of all trials on one corpus; `common` are options that all of them share."""
     folder = args.output / corpus
-    model = build_model(folder / "model")
     if corpus == "library":
         train, _ = build_documents(folder, num_train=args.documents, num_heldout=8, max_bytes=args.max_length)
     else:
         train = cut_documents(folder, corpus, args.documents, args.max_length)
-    profile = folder / "profile.json"
-    if not profile.exists():
-        run_profile(model, profile, args.max_length, quick=args.small)
-    common = ["--config", str(CONFIG), "--model_name_or_path", str(model), "--data", str(train)]
-    common += ["--max_length", str(args.max_length), "--profile", str(profile), "--disable_tqdm", "true"]
-    options = {trial.name: [*common, *trial.options] for trial in chosen}
+    options = {trial.name: [*common, "--data", str(train), *trial.options] for trial in chosen}
     rows = []
     for repeat in range(args.repeats):
         place = folder / str(repeat)
@@ -220,10 +216,15 @@ def main() -> int:
         parser.error(f"--output {args.output} holds a comparison of other sizes: choose another folder")
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+    model, profile = build_model(args.output / "model"), args.output / "profile.json"
+    if not profile.exists():
+        run_profile(model, profile, args.max_length, quick=args.small)
+    common = ["--config", str(CONFIG), "--model_name_or_path", str(model), "--profile", str(profile)]
+    common += ["--max_length", str(args.max_length), "--disable_tqdm", "true"]
     found: dict[str, dict] = {}
     for corpus in corpora:
         here = [trial for trial in chosen if corpus != "equal" or trial.name == "random"]
-        rows = run_corpus(corpus, here, args, console)
+        rows = run_corpus(corpus, here, common, args, console)
         names = {trial.name for trial in here}
         parts = {
             tuned: split(rows, tuned, f"{tuned}: same work", before)

@@ -25,7 +25,16 @@ from hf_sparsebalance.ladder import Floats, Indices, Ladder, fastest, group_sums
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.optimal import optimal, optimal_pipelined
 
-__all__ = ["ANCHORS", "SCOPES", "MicroBatch", "Tuning", "candidate_budgets", "candidate_top_k", "tune_sparsity", "tune_top_k"]
+__all__ = [
+    "ANCHORS",
+    "SCOPES",
+    "MicroBatch",
+    "Tuning",
+    "candidate_budgets",
+    "candidate_top_k",
+    "tune_sparsity",
+    "tune_top_k",
+]
 
 ANCHORS = ("min", "mean", "max", "optimal")
 SCOPES = ("microbatch", "slot", "rank")
@@ -154,15 +163,13 @@ def tune_sparsity(
 
     def attention_ms(lengths_T: Floats, first: int) -> Floats:
         densities_TC = densities(curves[first : first + len(lengths_T)], budgets_C)
-        attention_TC = predictor.attention_ms(lengths_T[:, None], densities_TC).sum(axis=0)
+        attention_TC: Floats = predictor.attention_ms(lengths_T[:, None], densities_TC).sum(axis=0)
         attention_TC[:, -1] = predictor.attention_ms(lengths_T, 1.0, dense=True).sum(axis=0)  # p = 1
         return attention_TC
 
     times_MC = _times_ms(micro_batches, predictor, len(budgets), attention_ms)
     gains_MC = np.array([float(m.num_tokens) for m in micro_batches])[:, None] * budgets_C
-    choice_M, tuning = _choose(
-        micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages
-    )
+    choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages)
     return replace(tuning, top_p=tuple(budgets_C[choice_M].tolist()))
 
 
@@ -209,7 +216,8 @@ def tune_top_k(
 
     def attention_ms(lengths_T: Floats, first: int) -> Floats:
         densities_TC = top_k_density(lengths_T[:, None], budgets_C, block_size)
-        return predictor.attention_ms(lengths_T[:, None], densities_TC, dense=densities_TC == 1.0).sum(axis=0)
+        times_2TC = predictor.attention_ms(lengths_T[:, None], densities_TC, dense=densities_TC == 1.0)
+        return times_2TC[0] + times_2TC[1]
 
     times_MC = _times_ms(micro_batches, predictor, len(budgets), attention_ms)
     first_M = np.cumsum([0, *(len(m.lengths) for m in micro_batches[:-1])])

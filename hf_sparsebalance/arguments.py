@@ -44,7 +44,8 @@ class SparseBalanceArguments(TrainingArguments):
     tolerance: float = field(
         default=0.1,
         metadata={"help": "Largest loss of coverage that tuning (DST) may cost a micro-batch: no budget falls below "
-                          "base_top_p - tolerance, and no layer loses more against base_top_k. 0 turns tuning off; the paper uses .1 and .2."},
+                          "base_top_p - tolerance, and no layer loses more against base_top_k. 0 turns tuning off; "
+                          "the paper uses .1 and .2."},
     )  # fmt: skip
     anchor: str = field(
         default="optimal",

@@ -51,8 +51,8 @@ class MicroBatch:
 class Step:
     """One optimizer step: its wall time in seconds and the micro-batches of all ranks.
 
-    `missed_anchors` counts where the bound on coverage won over the anchor: micro-batches (scope rank: ranks) that were
-    planned so, or, with a top_k, pairs of micro-batch and layer that raised the anchor's k.
+    `missed_anchors` counts where the bound on coverage won over the anchor: micro-batches (scope rank: ranks) planned
+    so, or, with a top_k, pairs of micro-batch and layer that raised the anchor's k.
     """
 
     step: int

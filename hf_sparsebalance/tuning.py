@@ -216,8 +216,9 @@ def tune_top_k(
 
     def attention_ms(lengths_T: Floats, first: int) -> Floats:
         densities_TC = top_k_density(lengths_T[:, None], budgets_C, block_size)
-        times_2TC = predictor.attention_ms(lengths_T[:, None], densities_TC, dense=densities_TC == 1.0)
-        return times_2TC[0] + times_2TC[1]
+        is_dense_TC = densities_TC == 1.0
+        attention_TC: Floats = predictor.attention_ms(lengths_T[:, None], densities_TC, is_dense_TC).sum(axis=0)
+        return attention_TC
 
     times_MC = _times_ms(micro_batches, predictor, len(budgets), attention_ms)
     first_M = np.cumsum([0, *(len(m.lengths) for m in micro_batches[:-1])])

@@ -587,7 +587,7 @@ def gates(monkeypatch):
 
 
 def test_each_layer_takes_the_smallest_k_that_keeps_the_tolerance(gates):
-    """In each layer k is what trying every k from the anchor's up on the dense gate gives, for all documents at once."""
+    """In each layer k is what trying every k from the anchor's up on the dense gate gives, all documents at once."""
     model, raised = build("sparsebalance"), []
     for wanted, base, tolerance in itertools.product((1, 3), (2, 4, 20), (0.02, 0.1, 0.3)):
         gates.clear()

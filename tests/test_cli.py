@@ -364,7 +364,7 @@ def test_profile_train_report(capfd, flags, profile_file, tmp_path):
 
 @pytest.mark.slow
 def test_top_k_is_tuned_and_reported(capfd, flags, profile_file):
-    """--base_top_k trains with a measured profile, is what run.json and the model's config name, and can be reported."""
+    """--base_top_k trains with a measured profile, stands in run.json and the model's config, and can be reported."""
     settings = flags | {
         "profile": profile_file, "batching": "sparsity_aware", "tolerance": 0.1, "base_top_k": 4, "anchor": "mean",
     }  # fmt: skip

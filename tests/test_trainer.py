@@ -295,7 +295,7 @@ def test_checkpointing_changes_no_bit_of_a_tuned_run(tmp_path):
 
 # A k per micro-batch and layer.
 
-TOP_K = {"base_top_p": None, "base_top_k": 5, "anchor": "min", "tolerance": 0.05}
+TOP_K = {"base_top_p": None, "base_top_k": 5, "anchor": "min", "scope": "microbatch", "tolerance": 0.05}
 
 
 def chosen_top_k(monkeypatch, folder, **changes):
@@ -303,10 +303,8 @@ def chosen_top_k(monkeypatch, folder, **changes):
     seen, step = [], SparseBalanceTrainer.training_step
 
     def record(self, model, inputs, num_items_in_batch=None):
-        # Copied before the backward pass: what a recomputed layer does later must change nothing.
-        planned, collector = int(inputs["sparse_top_k"]), inputs["sparse_stats"]
         loss = step(self, model, inputs, num_items_in_batch)
-        seen.append((planned, [int(k) for k in collector.top_k.values()]))
+        seen.append((int(inputs["sparse_top_k"]), [int(k) for k in inputs["sparse_stats"].top_k.values()]))
         return loss
 
     monkeypatch.setattr(SparseBalanceTrainer, "training_step", record)
@@ -328,7 +326,10 @@ def test_top_k_is_tuned_by_micro_batch_and_layer(monkeypatch, tmp_path, checkpoi
     raised = [sum(k > planned for planned, ks in step for k in ks) for step in by_step]
     assert [line["missed_anchors"] for line in lines] == raised and sum(raised) > 0
     assert trainer.state.log_history[0]["top_k"] > 0
-    assert (trainer.model.config.sparse_attention["top_k"], trainer.model.config.sparse_attention["top_p"]) == (5, None)
+    assert (trainer.model.config.sparse_attention["top_k"], trainer.model.config.sparse_attention["top_p"]) == (
+        5,
+        None,
+    )
 
 
 def test_a_tolerance_that_allows_everything_raises_nothing(monkeypatch, tmp_path):
@@ -348,7 +349,7 @@ def test_a_top_k_without_tuning_is_the_models(tmp_path):
 
 
 def test_a_resumed_top_k_run_is_the_uninterrupted_one(tmp_path):
-    """From a checkpoint the same k of every layer and, bit for bit, the same parameters follow; another base is refused."""
+    """From a checkpoint the same k and, bit for bit, the same parameters follow; another base is refused."""
     whole, _ = train(tmp_path / "whole", **CHECKPOINTED, **TOP_K)
     checkpoint = str(tmp_path / "whole" / "checkpoint-4")
     rest, _ = train(tmp_path / "rest", resume=checkpoint, **CHECKPOINTED, **TOP_K)

@@ -338,7 +338,9 @@ def test_candidate_top_k_reaches_from_the_least_to_dense():
 
 
 @settings(deadline=None, max_examples=60)
-@given(short_steps, st.sampled_from(["min", "mean", "max"]), st.sampled_from(["microbatch", "slot"]), st.integers(1, 9))
+@given(
+    short_steps, st.sampled_from(["min", "mean", "max"]), st.sampled_from(["microbatch", "slot"]), st.integers(1, 9)
+)
 def test_top_k_equals_exhaustive_search(micro_batches, anchor, scope, base):
     """Each micro-batch gets the largest k that meets its anchor, at most what makes it dense, else a fastest one."""
     tuned = tune_top_k(micro_batches, PREDICTOR, base_top_k=base, anchor=anchor, scope=scope)

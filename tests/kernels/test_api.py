@@ -358,9 +358,9 @@ def feasible(query, key, lengths, wanted, base, tolerance, min_blocks=0, max_blo
 
 
 @pytest.mark.parametrize("bounds", [{}, {"sink_blocks": 1}, {"min_blocks": 2}, {"max_blocks": 3}], ids=str)
-@pytest.mark.parametrize("base", [1, 2, 4, 6, 40])
+@pytest.mark.parametrize("base", [1, 2, 4, 9])
 def test_feasible_top_k_is_the_smallest_that_keeps_the_tolerance(base, bounds):
-    """The k chosen loses no more coverage than allowed, counted row by row; one less would, or is below that wanted."""
+    """The k chosen loses no more coverage than allowed, counted row by row; one less would, or is not wanted."""
     query, key = grid_batch()[:2]
     at_base = counted_at(top_k=base, **bounds)
     loss = {k: at_base.coverage - counted_at(top_k=k, **bounds).coverage for k in range(1, base + 1)}
@@ -371,7 +371,7 @@ def test_feasible_top_k_is_the_smallest_that_keeps_the_tolerance(base, bounds):
 
 
 def test_feasible_top_k_of_a_long_document_is_sampled():
-    """Where rows are sampled the loss over all rows stays within a hundredth of the tolerance."""
+    """Where rows are sampled the loss over all rows misses the tolerance by less than .01."""
     lengths, tolerance = [6000], 0.1
     query, key = oracle.grid_batch(lengths, block_size=16, kv_heads=1, group=1, dim=32, seed=3)[:2]
     k = feasible(query, key, lengths, 1, 200, tolerance)

@@ -33,16 +33,7 @@ _OPTIONS = {
     "batch_size": "--per_device_train_batch_size",
     **{
         name: f"--{name}"
-        for name in (
-            "batching",
-            "seed",
-            "max_tokens",
-            "window",
-            "base_top_p",
-            "base_top_k",
-            "tolerance",
-            "block_size",
-        )
+        for name in "batching seed max_tokens window base_top_p base_top_k tolerance block_size".split()
     },
 }
 

@@ -1,8 +1,9 @@
-"""The two halves of the operator as torch.library ops: torch.compile sees them whole and never breaks its graph there.
+"""The operator's halves as torch.library ops: torch.compile sees them whole and never breaks its graph there.
 
 ``sparsebalance::select`` has no gradient and is an op of its own, so that selective checkpointing can keep its result,
 one bit for each visible block, instead of selecting again.  ``sparsebalance::attend`` saves the selection for its
-backward pass.  What must be read on the host (document starts, budgets) is read inside the ops.
+backward pass.  ``sparsebalance::feasible_top_k`` comes before both, where a k has to keep a tolerance.  What must be
+read on the host (document starts, budgets) is read inside the ops.
 """
 
 import torch

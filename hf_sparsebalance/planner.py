@@ -24,6 +24,7 @@ from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.tuning import MicroBatch, Tuning, candidate_budgets, tune_sparsity, tune_top_k
 
+_SAME_NAME = ("batching", "seed", "max_tokens", "window", "base_top_p", "base_top_k", "tolerance", "block_size")
 # What a user calls the things that the order of documents depends on.
 _OPTIONS = {
     "lengths": "--data or --max_length (digest)",
@@ -31,10 +32,7 @@ _OPTIONS = {
     "num_ranks": "num_ranks",
     "num_slots": "--gradient_accumulation_steps",
     "batch_size": "--per_device_train_batch_size",
-    **{
-        name: f"--{name}"
-        for name in "batching seed max_tokens window base_top_p base_top_k tolerance block_size".split()
-    },
+    **{name: f"--{name}" for name in _SAME_NAME},
 }
 
 # Of each document: length, density, whether the dense kernel runs.

@@ -15,7 +15,7 @@ from hf_sparsebalance.latency_profile import LatencyProfile
 from hf_sparsebalance.report import balance_share, draw_timeline, read_run, render_table, summarise
 from hf_sparsebalance.schedule import simulate_step
 from hf_sparsebalance.trainer import SparseBalanceMixin, SparseBalanceTrainer
-from hf_sparsebalance.tuning import MicroBatch, tune_sparsity
+from hf_sparsebalance.tuning import MicroBatch, tune_sparsity, tune_top_k
 from hf_sparsebalance.version import __version__
 from sparsebalance_kernels import block_sparse_attention
 
@@ -45,4 +45,5 @@ __all__ = [
     "simulate_step",
     "summarise",
     "tune_sparsity",
+    "tune_top_k",
 ]

@@ -32,6 +32,11 @@ class SparseBalanceArguments(TrainingArguments):
         metadata={"help": "Attention budget: share of the gate's mass that each query keeps, in (0, 1]. Default: the "
                           "model's config.sparse_attention, else 0.8."},
     )  # fmt: skip
+    base_top_k: int | None = field(
+        default=None,
+        metadata={"help": "Attention budget in blocks per query, the own one included (MoBA's k), instead of "
+                          "base_top_p. Tuned per micro-batch and layer: with --anchor mean, min or max."},
+    )  # fmt: skip
     block_size: int | None = field(
         default=None,
         metadata={"help": "Tokens per attention block. Default: the model's config.sparse_attention, else 128."},
@@ -39,7 +44,8 @@ class SparseBalanceArguments(TrainingArguments):
     tolerance: float = field(
         default=0.1,
         metadata={"help": "Largest loss of coverage that tuning (DST) may cost a micro-batch: no budget falls below "
-                          "base_top_p - tolerance. 0 turns tuning off; the paper uses .1 and .2."},
+                          "base_top_p - tolerance, and no layer loses more against base_top_k. 0 turns tuning off; "
+                          "the paper uses .1 and .2."},
     )  # fmt: skip
     anchor: str = field(
         default="optimal",
@@ -96,6 +102,12 @@ class SparseBalanceArguments(TrainingArguments):
     def _check_ranges(self) -> None:
         if self.base_top_p is not None and not 0.0 < self.base_top_p <= 1.0:
             raise UserError(f"--base_top_p must lie in (0, 1], got {self.base_top_p}: .5 to .9 are usual")
+        if self.base_top_k is not None and self.base_top_k < 1:
+            raise UserError(
+                f"--base_top_k must be at least 1 (the own block), got {self.base_top_k}: 8 to 32 are usual"
+            )
+        if self.base_top_p is not None and self.base_top_k is not None:
+            raise UserError("--base_top_p and --base_top_k are two budgets for one thing: give one of them")
         if not 0.0 <= self.tolerance < 1.0:
             raise UserError(
                 f"--tolerance must lie in [0, 1), got {self.tolerance}: .1 or .2 are usual, 0 turns it off"

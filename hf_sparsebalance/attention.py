@@ -16,8 +16,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from hf_sparsebalance.errors import UserError
-from sparsebalance_kernels import AttentionStats
+from sparsebalance_kernels import AttentionStats, ops
 from sparsebalance_kernels.api import attention_and_stats
+from sparsebalance_kernels.checks import score_scale
 
 ATTENTION_NAME = "sparsebalance"
 NO_SPARSE_ATTENTION = (
@@ -94,10 +95,13 @@ class StatsCollector:
 
     Attributes:
         vectors: by layer, what ``AttentionStats.from_vector`` reads; None for a layer that is always dense.
+        top_k: by layer, the k it attended with, where it had to keep a tolerance: the ``sparse_top_k`` of the call, or
+            more.  A layer that recomputes reads its k here.
     """
 
     def __init__(self) -> None:
         self.vectors: dict[int, torch.Tensor | None] = {}
+        self.top_k: dict[int, torch.Tensor] = {}
 
     @property
     def layers(self) -> dict[int, AttentionStats | None]:
@@ -178,6 +182,8 @@ def sparsebalance_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     sparse_top_p: torch.Tensor | float | None = None,
     sparse_top_k: torch.Tensor | int | None = None,
+    sparse_base_top_k: torch.Tensor | int | None = None,
+    sparse_tolerance: torch.Tensor | float | None = None,
     sparse_stats: StatsCollector | None = None,
     output_attentions: bool | None = None,
     softcap: float | None = None,
@@ -193,6 +199,9 @@ def sparsebalance_attention(
             starts, unless ``cu_seq_lens_q`` (int ``[documents + 1]`` over the flattened batch) says it better.
         sparse_top_p, sparse_top_k: the budget of this call, a number, a 0-d tensor or one per document; without them
             ``config.sparse_attention`` holds.
+        sparse_base_top_k, sparse_tolerance: with a ``sparse_top_k`` of one number, the largest loss of coverage
+            against a base k: each layer attends with the smallest k from ``sparse_top_k`` up that keeps to it
+            (arXiv 2604.13847, Algorithm 1), the coverage taken over all documents of the call.
         sparse_stats: filled with the statistics of this layer when given.
 
     Returns:
@@ -215,7 +224,7 @@ def sparsebalance_attention(
     if attention_mask is not None and cu_seq_lens_q is not None:
         raise UserError("give attention_mask or cu_seq_lens_q, not both: packed documents need no mask")
     defaults = SparseAttentionDefaults.of(module.config)
-    top_p, top_k = _budget(defaults, sparse_top_p, sparse_top_k)
+    top_p, top_k = _budget(defaults, sparse_top_p, sparse_top_k, sparse_base_top_k, sparse_tolerance)
     dense = module.layer_idx in defaults.dense_layers
     batch, _, length, _ = query.shape
     packed = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
@@ -226,6 +235,23 @@ def sparsebalance_attention(
     boundaries = cu_seq_lens_q
     if boundaries is None:
         boundaries = _document_starts(batch, length, attention_mask, position_ids, query.device)
+    if sparse_base_top_k is not None and sparse_tolerance is not None and not dense:
+        kept = {} if sparse_stats is None else sparse_stats.top_k
+        if module.layer_idx not in kept:
+            kept[module.layer_idx] = ops.feasible_top_k(
+                packed[0].detach(),  # no gradient flows through the gate
+                packed[1].detach(),
+                boundaries,
+                torch.as_tensor(top_k),
+                torch.as_tensor(sparse_base_top_k),
+                torch.as_tensor(sparse_tolerance),
+                defaults.block_size,
+                defaults.min_blocks,
+                defaults.max_blocks,
+                defaults.sink_blocks,
+                score_scale(query, scaling),
+            )
+        top_k = kept[module.layer_idx]
     # The curve costs a search per row: only for a collector, and not again when a checkpointed layer recomputes.
     collect = sparse_stats is not None and module.layer_idx not in sparse_stats.vectors
     out, stats = attention_and_stats(
@@ -249,11 +275,21 @@ def sparsebalance_attention(
 
 
 def _budget(
-    defaults: SparseAttentionDefaults, top_p: torch.Tensor | float | None, top_k: torch.Tensor | int | None
+    defaults: SparseAttentionDefaults,
+    top_p: torch.Tensor | float | None,
+    top_k: torch.Tensor | int | None,
+    base_top_k: torch.Tensor | int | None,
+    tolerance: torch.Tensor | float | None,
 ) -> tuple[torch.Tensor | float | None, torch.Tensor | int | None]:
     """The (top_p, top_k) of this call: its keyword, else the model's default."""
     if top_p is not None and top_k is not None:
         raise UserError("give one of the forward keywords sparse_top_p and sparse_top_k, not both")
+    tolerates = base_top_k is not None
+    if tolerates != (tolerance is not None) or (tolerates and (top_k is None or torch.as_tensor(top_k).ndim)):
+        raise UserError(
+            "the forward keywords sparse_base_top_k and sparse_tolerance go together, and with a sparse_top_k of one "
+            "number for all documents: give all three, or sparse_top_k alone"
+        )
     if top_p is None and top_k is None:
         return defaults.top_p, defaults.top_k
     return top_p, top_k

@@ -28,7 +28,7 @@ from hf_sparsebalance.timing import MicroBatchClock
 from sparsebalance_kernels import CURVE_TOP_P, AttentionStats
 
 # Columns of the row that each rank sends per micro-batch; the density curve follows.
-_COLUMNS = ("start_ms", "forward_ms", "backward_ms", "density", "work", "coverage")
+_COLUMNS = ("start_ms", "forward_ms", "backward_ms", "top_k", "raised", "density", "work", "coverage")
 
 
 class StepBalance:
@@ -106,13 +106,22 @@ class StepBalance:
         if not self.sparse:
             return [{} for _ in range(num_slots)]
         return [
-            # A tensor: a float would be a constant of the graph under torch.compile, and each new budget a new graph.
-            {
-                "sparse_top_p": torch.tensor(self._top_p(self._rank, slot)),
-                "sparse_stats": self._collectors[slot],
-            }
-            for slot in range(num_slots)
+            {**self._budget_keywords(slot), "sparse_stats": collector}
+            for slot, collector in enumerate(self._collectors)
         ]
+
+    def _budget_keywords(self, slot: int) -> dict[str, object]:
+        """Tensors: a float would be a constant of the graph under torch.compile, and each new budget a new graph."""
+        settings, budget = self.planner.settings, torch.tensor(self._budget(self._rank, slot))
+        if settings.base_top_k is None:
+            return {"sparse_top_p": budget}
+        if not settings.tunes:
+            return {"sparse_top_k": budget}
+        return {
+            "sparse_top_k": budget,
+            "sparse_base_top_k": torch.tensor(settings.base_top_k),
+            "sparse_tolerance": torch.tensor(settings.tolerance, dtype=torch.float64),
+        }
 
     def end(self, global_step: int) -> None:
         """Gather, learn and log; collective.  ``metrics`` then holds what the step showed.
@@ -135,7 +144,7 @@ class StepBalance:
             )
             stats = collector.mean()
             if stats is not None:
-                rows[slot, 3:] = _stats_row(stats)
+                rows[slot, 3:] = self._stats_row(slot, stats, collector)
             elif self.sparse and not collector.layers:
                 raise UserError(NO_SPARSE_ATTENTION)
         gathered = gather_rows(rows)
@@ -154,10 +163,10 @@ class StepBalance:
         for number, expected_ms in enumerate(predicted):
             rank, slot = divmod(number, slots)
             row = gathered[rank, slot].tolist()
-            samples = plan.micro_batch(step, rank, slot)
-            top_p = self._top_p(rank, slot) if self.sparse else None
-            entries.append(self._entry(rank, slot, samples, top_p, expected_ms, row))
-            measured.append(Measured(samples, top_p, row[1] + row[2], _curve(row[len(_COLUMNS) :])))
+            entry = self._entry(rank, slot, plan.micro_batch(step, rank, slot), expected_ms, row)
+            entries.append(entry)
+            curve = _curve(row[len(_COLUMNS) :])
+            measured.append(Measured(entry.documents, entry.top_p, entry.busy_ms, curve, entry.density))
         self._measured = measured
         if step + 1 == self.planner.num_steps:
             self.settle()  # the next epoch's batches depend on it
@@ -168,7 +177,7 @@ class StepBalance:
             step_s=step_s,
             planning_ms=float(gathered[:, -1, 1].max()),
             anchor_ms=self._plan.anchor_ms,
-            missed_anchors=self._plan.num_missed,
+            missed_anchors=self._num_missed(gathered),
             micro_batches=tuple(entries),
         )
         if self._rank == 0:
@@ -183,20 +192,41 @@ class StepBalance:
             self._jobs.append(self._worker.submit(self.planner.observe, self._measured))
             self._measured = []
 
-    def _top_p(self, rank: int, slot: int) -> float:
-        assert self._plan is not None and self._plan.top_p is not None
-        return self._plan.top_p[rank * self.planner.settings.num_slots + slot]
+    def _budget(self, rank: int, slot: int) -> float:
+        """The p or the anchor's k of a micro-batch."""
+        assert self._plan is not None
+        budgets = self._plan.top_p or self._plan.top_k
+        assert budgets is not None
+        return budgets[rank * self.planner.settings.num_slots + slot]
+
+    def _num_missed(self, gathered: torch.Tensor) -> int:
+        """Missed anchors: with a top_k they are seen in the forward pass, layer by layer."""
+        assert self._plan is not None
+        if self._plan.top_k is None:
+            return self._plan.num_missed
+        return int(gathered[:, :-1, _COLUMNS.index("raised")].nansum())
+
+    def _stats_row(self, slot: int, stats: AttentionStats, collector: StatsCollector) -> torch.Tensor:
+        """What follows the times in a micro-batch's row; the curve of a top_k is one of coverage, and stays here."""
+        shares = [stats.density, stats.work, stats.coverage]
+        if self.planner.settings.base_top_k is None:
+            head = torch.tensor([math.nan, math.nan, *shares], dtype=torch.float64)
+            return torch.cat([head, stats.curve])
+        planned = self._budget(self._rank, slot)
+        chosen = [int(k) for k in collector.top_k.values()] or [planned]
+        counts = [sum(chosen) / len(chosen), sum(k > planned for k in chosen)]
+        return torch.tensor([*counts, *shares, *[math.nan] * len(CURVE_TOP_P)], dtype=torch.float64)
 
     def _entry(
         self,
         rank: int,
         slot: int,
         samples: tuple[int, ...],
-        top_p: float | None,
         predicted_ms: float | None,
         row: Sequence[float],
     ) -> runlog.MicroBatch:
-        start_ms, forward_ms, backward_ms, density, work, coverage = row[: len(_COLUMNS)]
+        start_ms, forward_ms, backward_ms, top_k, _, density, work, coverage = row[: len(_COLUMNS)]
+        by_top_p = self.sparse and self.planner.settings.base_top_k is None
         lengths = [self.planner.lengths[sample] for sample in samples]
         return runlog.MicroBatch(
             rank=rank,
@@ -204,7 +234,7 @@ class StepBalance:
             documents=samples,
             tokens=sum(lengths),
             causal_pairs=sum(length * (length + 1) // 2 for length in lengths),
-            top_p=top_p,
+            top_p=self._budget(rank, slot) if by_top_p else None,
             predicted_ms=predicted_ms,
             start_ms=start_ms,
             forward_ms=forward_ms,
@@ -212,12 +242,8 @@ class StepBalance:
             density=_or_none(density),
             work=_or_none(work),
             coverage=_or_none(coverage),
+            top_k=_or_none(top_k),
         )
-
-
-def _stats_row(stats: AttentionStats) -> torch.Tensor:
-    head = torch.tensor([stats.density, stats.work, stats.coverage], dtype=torch.float64)
-    return torch.cat([head, stats.curve])
 
 
 def _curve(densities: list[float]) -> DensityCurve | None:
@@ -250,6 +276,7 @@ def _metrics(step: runlog.Step, predicted: Sequence[float | None]) -> dict[str, 
     # Density and work are shares of pairs, budgets and coverage belong to tokens.
     for name, weight in (
         ("top_p", "tokens"),
+        ("top_k", "tokens"),
         ("density", "causal_pairs"),
         ("work", "causal_pairs"),
         ("coverage", "tokens"),

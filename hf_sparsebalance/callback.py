@@ -82,8 +82,9 @@ class BalanceProgressCallback(ProgressCallback):
         metrics = self.balance.metrics
         if self.training_bar is not None and metrics:
             shown = {"step": f"{metrics['step_time_s']:.2f}s", "imbalance": f"{metrics['imbalance_rank']:.2f}"}
-            if "top_p" in metrics:
-                shown["top_p"] = f"{metrics['top_p']:.2f}"
+            for budget, form in (("top_p", ".2f"), ("top_k", ".1f")):
+                if budget in metrics:
+                    shown[budget] = format(metrics[budget], form)
             self.training_bar.set_postfix(shown)
 
 

@@ -15,11 +15,20 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from hf_sparsebalance.errors import UserError
 
-__all__ = ["TOP_P_GRID", "CurveStore", "DensityCurve", "densities", "uniform_curve"]
+__all__ = [
+    "TOP_P_GRID",
+    "CurveStore",
+    "DensityCurve",
+    "densities",
+    "share_density",
+    "top_k_coverage",
+    "top_k_density",
+    "uniform_curve",
+]
 
 # Dense enough that linear interpolation costs less than the spread between documents of one length.
 TOP_P_GRID: tuple[float, ...] = (*(round(0.05 * i, 2) for i in range(1, 20)), 0.99, 1.0)
@@ -147,6 +156,75 @@ def uniform_curve(length: int, block_size: int, top_p: tuple[float, ...] = TOP_P
     kept_PN = np.ceil(np.asarray(top_p)[:, None] * blocks_N[None, :] - 1e-9)
     density_P = (kept_PN @ tokens_N) / float(blocks_N @ tokens_N)
     return DensityCurve.from_measured(top_p, density_P.tolist())
+
+
+def top_k_density(lengths: ArrayLike, top_k: ArrayLike, block_size: int) -> NDArray[np.float64]:
+    """Density of documents at a budget of k blocks, the own one included: known from the lengths alone.
+
+    A token at position t keeps min(k - 1, floor(t / block_size)) of its history blocks.
+
+    Args:
+        lengths: tokens of each document, >= 1; any shape.
+        top_k: whole numbers >= 1, broadcast against `lengths`.
+        block_size: tokens of a block.
+
+    Returns:
+        Kept / visible (token, history block) pairs; exactly 1.0 where k covers the document.
+
+    Example: 3 blocks of 2 tokens see 0, 0, 1, 1, 2, 2 blocks; with k = 2 they keep 4 of 6: top_k_density(6, 2, 2) is
+    2 / 3.
+    """
+    blocks, tail = np.divmod(np.asarray(lengths), block_size)
+    kept = np.minimum(np.asarray(top_k) - 1, blocks)
+    kept_pairs = block_size * (kept * blocks - kept * (kept + 1) // 2) + tail * kept
+    visible_pairs = _visible_pairs(lengths, block_size)
+    density: NDArray[np.float64] = np.where(visible_pairs > 0, kept_pairs / np.maximum(visible_pairs, 1), 1.0)
+    return density
+
+
+def share_density(lengths: ArrayLike, density: float, block_size: int) -> NDArray[np.float64]:
+    """Density of each document of a packed micro-batch whose layers took one k each and kept `density` on the whole.
+
+    Between the two whole k that the density lies between, it is shared in proportion.
+
+    Args:
+        lengths: `[N]` tokens of each document, >= 1.
+        density: kept / visible (token, history block) pairs of the micro-batch.
+        block_size: tokens of a block.
+
+    Returns:
+        `[N]`, 1.0 for documents without history; averaged over the visible pairs they give `density`.
+    """
+    lengths_N = np.asarray(lengths)
+    k_K = np.arange(1, 2 + (int(lengths_N.max()) - 1) // block_size)
+    density_NK, visible_N = top_k_density(lengths_N[:, None], k_K, block_size), _visible_pairs(lengths_N, block_size)
+    total_K = visible_N @ density_NK / max(int(visible_N.sum()), 1)
+    return np.array([np.interp(density, total_K, density_K) for density_K in density_NK])
+
+
+def _visible_pairs(lengths: ArrayLike, block_size: int) -> NDArray[np.intp]:
+    """(token, history block) pairs of one head of each document."""
+    blocks, tail = np.divmod(np.asarray(lengths), block_size)
+    pairs: NDArray[np.intp] = block_size * (blocks * (blocks - 1) // 2) + tail * blocks
+    return pairs
+
+
+def top_k_coverage(lengths: ArrayLike, top_k: ArrayLike, block_size: int) -> NDArray[np.float64]:
+    """Coverage at a budget of k blocks, summed over a document's tokens that have history, if the gate were uniform.
+
+    A token at position t covers min(k - 1, n) / n of its n = floor(t / block_size) history blocks.  Arguments as in
+    :func:`top_k_density`.
+
+    Example: top_k_coverage(6, 2, 2) is 2 * 1 + 2 * 1 / 2 = 3.
+    """
+    blocks, tail = np.divmod(np.asarray(lengths), block_size)
+    kept = np.minimum(np.asarray(top_k) - 1, blocks)
+    harmonic = np.cumsum(np.concatenate([[0.0], 1.0 / np.arange(1, max(2, int(blocks.max()) + 1))]))
+    last = np.maximum(blocks - 1, 0)  # history of the last complete block's tokens
+    whole = np.minimum(kept, last)
+    coverage: NDArray[np.float64] = block_size * (whole + kept * (harmonic[last] - harmonic[whole]))
+    coverage += tail * kept / np.maximum(blocks, 1)
+    return coverage
 
 
 @dataclass(frozen=True, slots=True)

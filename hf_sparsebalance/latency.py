@@ -80,14 +80,15 @@ class LatencyPredictor:
         object.__setattr__(self, "_sparse_2RD", np.array(sparse))
         object.__setattr__(self, "_dense_2R", np.array(dense))
 
-    def attention_ms(self, lengths: ArrayLike, densities: ArrayLike, dense: bool = False) -> NDArray[np.float64]:
+    def attention_ms(self, lengths: ArrayLike, densities: ArrayLike, dense: ArrayLike = False) -> NDArray[np.float64]:
         """Attention of all layers for many documents at once.
 
         Args:
             lengths: tokens of each document, >= 1; any shape.
             densities: density of each document in [0, 1] in the layers that are not always dense; broadcast against
                 `lengths`.
-            dense: whether the dense kernel runs (p = 1); densities are then ignored.
+            dense: whether the dense kernel runs (p = 1, or a k that covers the document), in all or for each;
+                densities are then ignored.
 
         Returns:
             [2, *shape] milliseconds, scaled: forward, backward.
@@ -100,13 +101,13 @@ class LatencyPredictor:
         upper_X = np.clip(np.searchsorted(self._log_lengths_R, log_X), 1, len(self._log_lengths_R) - 1)
         lower_X = upper_X - 1
         time_2X = self._power_law(log_X, lower_X, upper_X, self._dense_2R[:, lower_X], self._dense_2R[:, upper_X])
-        if not dense:
+        if not np.all(dense):
             low_2X, high_2X = self._sparse_rows(lower_X, densities_X)
             sparse_2X = self._power_law(log_X, lower_X, upper_X, low_2X, high_2X)
             context = self.profile.context
-            short_X = lengths_X <= context.block_size
-            if short_X.any():
-                sparse_2X = np.where(short_X, time_2X, sparse_2X)
+            dense_X = (lengths_X <= context.block_size) | np.asarray(dense)
+            if dense_X.any():
+                sparse_2X = np.where(dense_X, time_2X, sparse_2X)
             always_dense = context.num_dense_layers / context.num_layers
             time_2X = always_dense * time_2X + (1.0 - always_dense) * sparse_2X if always_dense else sparse_2X
         scaled: NDArray[np.float64] = time_2X * (self.attention_scale * self.profile.context.num_layers)
@@ -128,13 +129,13 @@ class LatencyPredictor:
             self.linear_scale * (p.backward_ms_per_token * num_tokens + p.backward_ms_constant),
         )
 
-    def predict(self, lengths: Sequence[int], densities: Sequence[float], dense: bool = False) -> Latency:
+    def predict(self, lengths: Sequence[int], densities: Sequence[float], dense: ArrayLike = False) -> Latency:
         """Time of a packed micro-batch: its documents' attention, plus the linear part, plus the constant.
 
         Args:
             lengths: tokens of each document.
             densities: density of each document at the micro-batch's budget, in the same order.
-            dense: whether the budget is p = 1, where the dense kernel runs.
+            dense: whether the dense kernel runs, in all or for each document.
 
         Raises:
             ValueError: the two sequences differ in length.
@@ -145,7 +146,7 @@ class LatencyPredictor:
         return Latency(forward_ms, backward_ms) + self.linear(sum(lengths))
 
     def components(
-        self, lengths: Sequence[int], densities: Sequence[float], dense: bool = False
+        self, lengths: Sequence[int], densities: Sequence[float], dense: ArrayLike = False
     ) -> tuple[float, float]:
         """(attention_ms, linear_ms with constant) of a micro-batch, forward and backward, before the two scales.
 

@@ -13,16 +13,18 @@ import json
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_sparsebalance.batching import COST_STRATEGIES, BatchPlan, plan_batches
-from hf_sparsebalance.density import CurveStore, DensityCurve
+from hf_sparsebalance.density import CurveStore, DensityCurve, share_density, top_k_density
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
-from hf_sparsebalance.tuning import MicroBatch, Tuning, candidate_budgets, tune_sparsity
+from hf_sparsebalance.tuning import MicroBatch, Tuning, candidate_budgets, tune_sparsity, tune_top_k
 
+_SAME_NAME = ("batching", "seed", "max_tokens", "window", "base_top_p", "base_top_k", "tolerance", "block_size")
 # What a user calls the things that the order of documents depends on.
 _OPTIONS = {
     "lengths": "--data or --max_length (digest)",
@@ -30,11 +32,11 @@ _OPTIONS = {
     "num_ranks": "num_ranks",
     "num_slots": "--gradient_accumulation_steps",
     "batch_size": "--per_device_train_batch_size",
-    **{
-        name: f"--{name}"
-        for name in ("batching", "seed", "max_tokens", "window", "base_top_p", "tolerance", "block_size")
-    },
+    **{name: f"--{name}" for name in _SAME_NAME},
 }
+
+# Of each document: length, density, whether the dense kernel runs.
+_Documents: TypeAlias = tuple[list[int], list[float], list[bool]]
 
 # About 64 steps of 8 micro-batches: long enough for a stable fit, short enough to follow a machine that slows down.
 OBSERVATIONS_KEPT = 512
@@ -51,11 +53,14 @@ class PlanSettings:
         seed: seed of the shuffles.
         window: global batches planned together.
         max_tokens: most tokens of a micro-batch, or None.
-        base_top_p: budget without tuning, in (0, 1]; None for dense attention.
+        base_top_p: budget without tuning, in (0, 1]; None for dense attention, or with base_top_k.
         tolerance: largest loss of coverage; 0 turns the tuning off.
         anchor, scope: see :func:`tune_sparsity`.
         block_size: tokens per attention block.
         refit: whether measured times move the predictor's constants.
+        base_top_k: budget without tuning, in blocks, the own one included; None for dense attention, or with
+            base_top_p.
+        least_top_k: the smallest k that makes a difference: 1 + what min_blocks or sink_blocks keep in any case.
     """
 
     batching: str
@@ -71,6 +76,13 @@ class PlanSettings:
     scope: str
     block_size: int
     refit: bool
+    base_top_k: int | None = None
+    least_top_k: int = 1
+
+    @property
+    def base(self) -> float | None:
+        """The budget without tuning, a p or a k; None for dense attention."""
+        return self.base_top_p if self.base_top_k is None else self.base_top_k
 
     @property
     def global_batch(self) -> int:
@@ -89,15 +101,17 @@ class Measured:
 
     Attributes:
         samples: its sample numbers.
-        top_p: the budget it ran with; None for dense attention.
+        top_p: the budget it ran with; None for dense attention and for a top_k.
         total_ms: its forward and backward time.
-        curve: its density curve, or None when no gate was computed.
+        curve: its density curve, or None when no gate was computed, or with a top_k.
+        density: its density, averaged over all layers, always dense ones included; None when no gate was computed.
     """
 
     samples: tuple[int, ...]
     top_p: float | None
     total_ms: float
     curve: DensityCurve | None
+    density: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +119,7 @@ class StepPlan:
     """What one step was planned to do; sequences in the order of :meth:`Planner.micro_batches`.
 
     Attributes:
-        top_p: budget of each micro-batch; None for dense attention.
+        top_p, top_k: budget of each micro-batch, a p or the k of its anchor; both None for dense attention.
         predicted_ms: predicted time of each micro-batch; None without a predictor.
         scales: how far the predictor's attention and linear times have drifted from the profile's; None without one.
         anchor_ms, num_missed: see :class:`~hf_sparsebalance.tuning.Tuning`; None and 0 without tuning.
@@ -116,6 +130,7 @@ class StepPlan:
     scales: tuple[float, float] | None
     anchor_ms: float | None = None
     num_missed: int = 0
+    top_k: tuple[int, ...] | None = None
 
 
 class Planner:
@@ -177,16 +192,28 @@ class Planner:
 
     def budgets(self, epoch: int, step: int) -> Tuning | None:
         """The budgets of one step of an epoch, in the order of :meth:`micro_batches`; None without tuning."""
-        if not self.settings.tunes:
+        settings = self.settings
+        if not settings.tunes:
             return None
-        assert self.predictor is not None and self.settings.base_top_p is not None
+        micro_batches = self.micro_batches(epoch, step)
+        assert self.predictor is not None
+        if settings.base_top_k is not None:
+            return tune_top_k(
+                micro_batches,
+                self.predictor,
+                base_top_k=settings.base_top_k,
+                anchor=settings.anchor,
+                scope=settings.scope,
+                least_top_k=settings.least_top_k,
+            )
+        assert settings.base_top_p is not None
         return tune_sparsity(
-            self.micro_batches(epoch, step),
+            micro_batches,
             self.predictor,
-            base_top_p=self.settings.base_top_p,
-            tolerance=self.settings.tolerance,
-            anchor=self.settings.anchor,
-            scope=self.settings.scope,
+            base_top_p=settings.base_top_p,
+            tolerance=settings.tolerance,
+            anchor=settings.anchor,
+            scope=settings.scope,
         )
 
     def plan_ahead(self, epoch: int, step: int) -> None:
@@ -220,8 +247,7 @@ class Planner:
         """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
         if self.predictor is not None and self.settings.refit:
             for seen in measured:
-                lengths, densities, dense = self._at(seen.samples, seen.top_p, seen.curve)
-                components = self.predictor.components(lengths, densities, dense)
+                components = self.predictor.components(*self._realised(seen))
                 self._observations.append((*components, seen.total_ms))
             self.predictor = self.predictor.refit(tuple(self._observations))
         for seen in measured:
@@ -290,7 +316,7 @@ class Planner:
         order: dict[str, Any] = {"lengths": _digest(list(self.lengths))}
         if settings.batching in COST_STRATEGIES:
             assert self.predictor is not None
-            names += ["base_top_p", "block_size"]
+            names += ["base_top_p", "base_top_k", "block_size"]
             if settings.batching == "sparsity_aware":
                 names += ["window", "tolerance"]
             order["profile"] = _digest(self.predictor.profile.to_json())
@@ -299,17 +325,21 @@ class Planner:
     def _budget_options(self) -> list[Any]:
         """What budgets depend on, beside the order and what was learned."""
         settings = self.settings
-        return [settings.base_top_p, settings.tolerance, settings.anchor, settings.scope, settings.refit]
+        base = [settings.base_top_p, settings.base_top_k, settings.least_top_k]
+        return [*base, settings.tolerance, settings.anchor, settings.scope, settings.refit]
 
     def _plan_step(self, epoch: int, step: int) -> StepPlan:
-        predictor, base = self.predictor, self.settings.base_top_p
+        predictor, settings = self.predictor, self.settings
         scales = None if predictor is None else (predictor.attention_scale, predictor.linear_scale)
         tuning = self.budgets(epoch, step)
         if tuning is not None:
-            return StepPlan(tuning.top_p, tuning.predicted_ms, scales, tuning.anchor_ms, tuning.num_missed)
+            missed = tuning.anchor_ms, tuning.num_missed
+            return StepPlan(tuning.top_p or None, tuning.predicted_ms, scales, *missed, tuning.top_k or None)
         batches = [samples for slots in self.batches(epoch).steps[step] for samples in slots]
-        predicted_ms = None if predictor is None else tuple(self._predict_ms(samples, base) for samples in batches)
-        return StepPlan(None if base is None else (base,) * len(batches), predicted_ms, scales)
+        predicted_ms = None if predictor is None else tuple(self._predict_ms(samples) for samples in batches)
+        top_p = None if settings.base_top_p is None else (settings.base_top_p,) * len(batches)
+        top_k = None if settings.base_top_k is None else (settings.base_top_k,) * len(batches)
+        return StepPlan(top_p, predicted_ms, scales, top_k=top_k)
 
     def _learned(self) -> dict[str, Any]:
         scales = None if self.predictor is None else [self.predictor.attention_scale, self.predictor.linear_scale]
@@ -323,11 +353,14 @@ class Planner:
             predictor = _scaled(self.predictor, learned["scales"])
             curves = CurveStore.from_state_dict(learned["curves"])
             assert predictor is not None
-            costs_ms = self._costs_ms(predictor, curves, settings.base_top_p)
-            if settings.tunes and settings.base_top_p is not None:
-                lowest = candidate_budgets(settings.base_top_p, settings.tolerance)[0]
-                reached = [self._costs_ms(predictor, curves, top_p) for top_p in (lowest, 1.0)]
-                least_ms = np.minimum.reduce([costs_ms, *reached]).tolist()
+            costs_ms = self._costs_ms(predictor, curves, settings.base)
+            if settings.tunes:
+                reached: list[float | None] = [None]  # dense
+                # How far below its base a k may fall is known in the forward pass only.
+                if settings.base_top_p is not None:
+                    reached.append(candidate_budgets(settings.base_top_p, settings.tolerance)[0])
+                others = [self._costs_ms(predictor, curves, budget) for budget in reached]
+                least_ms = np.minimum.reduce([costs_ms, *others]).tolist()
         return plan_batches(
             self.lengths,
             strategy=settings.batching,
@@ -342,33 +375,45 @@ class Planner:
             least_ms=least_ms,
         )
 
-    def _costs_ms(self, predictor: LatencyPredictor, curves: CurveStore, top_p: float | None) -> list[float]:
+    def _costs_ms(self, predictor: LatencyPredictor, curves: CurveStore, budget: float | None) -> list[float]:
         """Predicted time of each sample alone at a budget, without the constant of its micro-batch."""
-        dense = top_p is None or top_p == 1.0
-        densities = [
-            1.0 if top_p is None else curves.lookup(sample, length).at(top_p)
-            for sample, length in enumerate(self.lengths)
-        ]
-        attention_ms = predictor.attention_ms(self.lengths, densities, dense).sum(axis=0)
+        attention_ms = predictor.attention_ms(*self._at(range(len(self.lengths)), budget, curves)).sum(axis=0)
         empty_ms = predictor.linear(0).total_ms
         return [
             float(ms) + predictor.linear(length).total_ms - empty_ms
             for ms, length in zip(attention_ms, self.lengths, strict=True)
         ]
 
-    def _predict_ms(self, samples: Sequence[int], top_p: float | None) -> float:
+    def _predict_ms(self, samples: Sequence[int]) -> float:
         assert self.predictor is not None
-        lengths, densities, dense = self._at(samples, top_p)
-        return self.predictor.predict(lengths, densities, dense).total_ms
+        return self.predictor.predict(*self._at(samples, self.settings.base, self.curves)).total_ms
 
-    def _at(
-        self, samples: Sequence[int], top_p: float | None, curve: DensityCurve | None = None
-    ) -> tuple[list[int], list[float], bool]:
+    def _at(self, samples: Sequence[int], budget: float | None, curves: CurveStore) -> _Documents:
         lengths = [self.lengths[sample] for sample in samples]
-        if top_p is None or top_p == 1.0:
-            return lengths, [1.0] * len(lengths), True
-        curves = [curve or self.curves.lookup(sample, length) for sample, length in zip(samples, lengths, strict=True)]
-        return lengths, [known.at(top_p) for known in curves], False
+        if budget is None or (budget == 1.0 and self.settings.base_top_k is None):
+            return lengths, [1.0] * len(lengths), [True] * len(lengths)
+        if self.settings.base_top_k is not None:
+            return _by_density(lengths, top_k_density(lengths, budget, self.settings.block_size))
+        known = [curves.lookup(sample, length) for sample, length in zip(samples, lengths, strict=True)]
+        return lengths, [curve.at(budget) for curve in known], [False] * len(lengths)
+
+    def _realised(self, seen: Measured) -> _Documents:
+        """What a micro-batch's documents attended: at a top_k as measured, since layers may have raised the k."""
+        lengths = [self.lengths[sample] for sample in seen.samples]
+        if self.settings.base_top_k is not None and seen.density is not None:
+            assert self.predictor is not None
+            context = self.predictor.profile.context
+            always_dense = context.num_dense_layers / context.num_layers
+            density = (seen.density - always_dense) / (1.0 - always_dense)
+            return _by_density(lengths, share_density(lengths, density, self.settings.block_size))
+        if seen.top_p is None or seen.top_p == 1.0 or seen.curve is None:
+            return self._at(seen.samples, seen.top_p, self.curves)
+        return lengths, [seen.curve.at(seen.top_p)] * len(lengths), [False] * len(lengths)
+
+
+def _by_density(lengths: list[int], densities: NDArray[np.float64]) -> _Documents:
+    """At a top_k the dense kernel runs where nothing is dropped."""
+    return lengths, densities.tolist(), (densities == 1.0).tolist()
 
 
 def _step_plan(
@@ -377,11 +422,14 @@ def _step_plan(
     scales: Sequence[float] | None,
     anchor_ms: float | None,
     num_missed: int,
+    top_k: Sequence[int] | None,
 ) -> StepPlan:
     """A :class:`StepPlan` from JSON."""
     budgets, times = (None if values is None else tuple(map(float, values)) for values in (top_p, predicted_ms))
     drift = None if scales is None else (float(scales[0]), float(scales[1]))
-    return StepPlan(budgets, times, drift, None if anchor_ms is None else float(anchor_ms), int(num_missed))
+    anchor_ms = None if anchor_ms is None else float(anchor_ms)
+    blocks = None if top_k is None else tuple(map(int, top_k))
+    return StepPlan(budgets, times, drift, anchor_ms, int(num_missed), blocks)
 
 
 def _digest(value: object) -> str:

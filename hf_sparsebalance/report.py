@@ -30,6 +30,7 @@ class Summary(TypedDict):
     batching: str
     tuning: bool | str
     base_top_p: float | None
+    base_top_k: float | None
     tolerance: float | None
     steps: int
     documents: int
@@ -71,6 +72,7 @@ def summarise(run: Run, baseline: Run) -> Summary:
         batching=run.batching,
         tuning=run.tuning,
         base_top_p=run.base_top_p,
+        base_top_k=run.base_top_k,
         tolerance=run.tolerance,
         steps=len(run.steps),
         documents=run.documents,
@@ -117,6 +119,8 @@ def render_table(summaries: Sequence[Summary], balance_shares: Sequence[float] |
     add("batching", (row["batching"] for row in summaries))
     add("tuning", (_tuning(row["tuning"]) for row in summaries))
     add("base top_p", (_shown(row["base_top_p"], ".2f") for row in summaries))
+    if any(row["base_top_k"] is not None for row in summaries):
+        add("base top_k", (_shown(row["base_top_k"], ".0f") for row in summaries))
     add("tolerance", (_shown(row["tolerance"], ".2f") for row in summaries), end=True)
     add("documents", (f"{row['documents']:,}" for row in summaries))
     add("steps", (f"{row['steps']:,}" for row in summaries))

@@ -22,7 +22,8 @@ class MicroBatch:
     """One forward and backward pass of one rank.
 
     Times are in milliseconds, `start_ms` from the start of its step. `causal_pairs` counts the (query, key) pairs that
-    dense causal attention would attend in its documents: what density and work are shares of.
+    dense causal attention would attend in its documents: what density and work are shares of. `top_k` is the mean over
+    the layers that have a gate.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class MicroBatch:
     density: float | None
     work: float | None
     coverage: float | None
+    top_k: float | None = None
 
     @property
     def busy_ms(self) -> float:
@@ -47,7 +49,11 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step: its wall time in seconds and the micro-batches of all ranks."""
+    """One optimizer step: its wall time in seconds and the micro-batches of all ranks.
+
+    `missed_anchors` counts where the bound on coverage won over the anchor: micro-batches (scope rank: ranks) planned
+    so, or, with a top_k, pairs of micro-batch and layer that raised the anchor's k.
+    """
 
     step: int
     epoch: int
@@ -83,6 +89,7 @@ class Run:
     heldout_loss_after: float | None
     environment: dict[str, Any]
     steps: tuple[Step, ...]
+    base_top_k: float | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -142,6 +149,7 @@ def read_run(folder: str | Path) -> Run:
         heldout_loss_after=record.number_or_none("heldout_loss_after"),
         environment=record.get("environment", dict),
         steps=tuple(steps),
+        base_top_k=record.number_or_none("base_top_k"),
     )
 
 
@@ -228,6 +236,7 @@ def _micro_batch(record: "_Record") -> MicroBatch:
         density=record.number_or_none("density"),
         work=record.number_or_none("work"),
         coverage=record.number_or_none("coverage"),
+        top_k=record.number_or_none("top_k"),
     )
 
 

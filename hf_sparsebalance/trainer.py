@@ -35,6 +35,7 @@ from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.sampler import PlanSampler
 from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.tuning import OPTIMAL_NEEDS_TOP_P
 
 RUN_LOG = "balance.jsonl"
 
@@ -235,6 +236,7 @@ def build_planner(
                 num_dense_layers=measured.num_dense_layers,
             )
         profile.check(context)
+    least_top_k, base_top_k = _top_k_of(defaults)
     settings = PlanSettings(
         batching=args.batching,
         num_ranks=rank_and_world()[1],
@@ -249,6 +251,8 @@ def build_planner(
         scope=args.scope,
         block_size=block_size,
         refit=args.refit,
+        base_top_k=base_top_k,
+        least_top_k=least_top_k,
     )
     predictor = None if profile is None else LatencyPredictor(profile)
     epochs = args.num_train_epochs
@@ -257,23 +261,35 @@ def build_planner(
     return Planner(settings, lengths, predictor, num_epochs=max(1, math.ceil(epochs)))
 
 
+def _top_k_of(defaults: SparseAttentionDefaults | None) -> tuple[int, int | None]:
+    """(smallest k that makes a difference, base k or None): the bounds on blocks hold beside the k."""
+    if defaults is None or defaults.top_k is None:
+        return 1, None
+    least = 1 + max(defaults.min_blocks, defaults.sink_blocks)
+    base = max(defaults.top_k, least)
+    return least, base if defaults.max_blocks is None else min(base, 1 + defaults.max_blocks)
+
+
 def _model_defaults(config: Any, args: SparseBalanceArguments) -> SparseAttentionDefaults:
     """The model's defaults with what the arguments override, written back to its config (and so to config.json)."""
     settings = dict(getattr(config, "sparse_attention", None) or {})
     if args.base_top_p is not None:
         settings |= {"top_p": args.base_top_p, "top_k": None}
+    if args.base_top_k is not None:
+        settings |= {"top_p": None, "top_k": args.base_top_k}
     if args.block_size is not None:
         settings["block_size"] = args.block_size
     config.sparse_attention = settings
     defaults = SparseAttentionDefaults.of(config)
-    if defaults.top_p is None:
-        raise UserError("config.sparse_attention sets top_k; tuning and planning need top_p: give --base_top_p")
+    if defaults.top_k is not None and args.tolerance > 0 and args.anchor == "optimal":
+        raise UserError(OPTIMAL_NEEDS_TOP_P)
     if args.tolerance > 0 and defaults.max_blocks is not None:
         raise UserError(
             "--tolerance > 0 with sparse_attention.max_blocks: tuning does not know that bound; leave max_blocks out, "
             "or --tolerance 0"
         )
-    if args.tolerance >= defaults.top_p:
+    if defaults.top_p is not None and args.tolerance >= defaults.top_p:
         raise UserError(f"--tolerance ({args.tolerance}) must be smaller than the base top_p ({defaults.top_p})")
-    config.sparse_attention = {**settings, "top_p": defaults.top_p, "block_size": defaults.block_size}
+    budget = {"top_p": defaults.top_p, "top_k": defaults.top_k}
+    config.sparse_attention = {**settings, **budget, "block_size": defaults.block_size}
     return defaults

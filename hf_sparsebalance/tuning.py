@@ -1,46 +1,61 @@
-"""Dynamic sparsity tuning (DST): a coverage budget for every micro-batch of one optimizer step.
+"""Dynamic sparsity tuning (DST): a budget for every micro-batch of one optimizer step.
 
-arXiv 2604.13847, Algorithm 1, with the budget `top_p` of this project: each micro-batch's predicted
-time is moved toward a common anchor (Eq. 3), the bound on lost coverage is p >= p_base - tolerance (Eq. 5) and wins
-over the anchor, and among the budgets that fit the largest is taken (Eq. 6-7). Anchor `optimal` is this project's own:
-the least predicted step time whose token-weighted mean budget is no less than the base.
+arXiv 2604.13847, Algorithm 1: each micro-batch's predicted time is moved toward a common anchor (Eq. 3), the bound on
+lost coverage (Eq. 5) wins over the anchor, and among the budgets that fit the largest is taken (Eq. 6-7). With the
+budget `top_p` the bound is p >= p_base - tolerance. With `top_k`, the paper's own, coverage is known only where the
+scores are: the k chosen here is the anchor's, which each layer raises in its forward pass. Anchor `optimal` is this
+project's own: the least predicted step time whose token-weighted mean budget is no less than the base.
 
-Every micro-batch may take any budget of one fixed grid. Time need not grow with p (the dense kernel at p = 1 can be
+Every micro-batch may take any budget of one grid. Time need not grow with p (the dense kernel at p = 1 can be
 faster than the sparse one at p = .95), so all choices go over the whole grid, never over an inverse function.
 Cost: O(documents * grid) for the times, and O(micro-batches * grid * log) for the choice (`ladder`); pure numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
 
-from hf_sparsebalance.density import DensityCurve, densities
+from hf_sparsebalance.density import DensityCurve, densities, top_k_coverage, top_k_density
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.ladder import Floats, Indices, Ladder, fastest, group_sums, pick, top_up
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.optimal import optimal, optimal_pipelined
 
-__all__ = ["ANCHORS", "SCOPES", "MicroBatch", "Tuning", "candidate_budgets", "tune_sparsity"]
+__all__ = [
+    "ANCHORS",
+    "SCOPES",
+    "MicroBatch",
+    "Tuning",
+    "candidate_budgets",
+    "candidate_top_k",
+    "tune_sparsity",
+    "tune_top_k",
+]
 
 ANCHORS = ("min", "mean", "max", "optimal")
 SCOPES = ("microbatch", "slot", "rank")
+OPTIMAL_NEEDS_TOP_P = (
+    "--anchor optimal weighs coverage before the forward pass, and that of a top_k is known only in it: give --anchor "
+    "mean, min or max, or --base_top_p"
+)
 _GRID_STEP = 0.01
 _ROUNDING = 1e-9  # relative: a mean of equal times may round below each of them
+_TOP_K_STEP = 1.06  # between neighbours, where that is more than one block
 _TILE = 256  # micro-batches whose times are predicted together
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """One packed micro-batch: where it runs, its documents' lengths in tokens, and their density curves."""
+    """One packed micro-batch: where it runs, its documents' lengths in tokens, and their density curves (top_p)."""
 
     rank: int
     slot: int
     lengths: tuple[int, ...]
-    curves: tuple[DensityCurve, ...]
+    curves: tuple[DensityCurve, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -53,13 +68,14 @@ class Tuning:
     """Budgets of one step, in the order of the micro-batches given.
 
     Attributes:
-        top_p: chosen budget of each micro-batch; 1.0 means the dense kernel.
+        top_p: chosen budget of each micro-batch, 1.0 means the dense kernel; empty with top_k.
         predicted_ms: predicted time at that budget.
         base_ms: predicted time at the base budget.
         anchor_ms: the time aimed at: of a micro-batch (scope microbatch), of a rank's sum (scope rank), or of the
             step as the sum over slots of each slot's anchor (scope slot). With anchor optimal, the time reached.
         num_missed: how many stayed above their anchor because the coverage bound wins: micro-batches, or ranks
             (scope rank).
+        top_k: chosen anchor's k of each micro-batch; empty with top_p.
     """
 
     top_p: tuple[float, ...]
@@ -67,6 +83,7 @@ class Tuning:
     base_ms: tuple[float, ...]
     anchor_ms: float
     num_missed: int
+    top_k: tuple[int, ...] = ()
 
 
 def candidate_budgets(base_top_p: float, tolerance: float) -> tuple[float, ...]:
@@ -80,6 +97,19 @@ def candidate_budgets(base_top_p: float, tolerance: float) -> tuple[float, ...]:
     exact = {lowest, base_top_p, 1.0}
     steps = (round(i * _GRID_STEP, 10) for i in range(1, round(1 / _GRID_STEP)))
     return tuple(sorted(exact | {p for p in steps if p > lowest and all(abs(p - q) > 1e-6 for q in exact)}))
+
+
+def candidate_top_k(base_top_k: int, least_top_k: int, longest: int, block_size: int) -> tuple[int, ...]:
+    """The k DST may choose: every one, later every 6 %, from the least to what makes `longest` tokens dense.
+
+    The base is among them, unless it is larger than that last one.
+    """
+    dense = max(least_top_k, 1 + (longest - 1) // block_size)
+    budgets, k = {min(base_top_k, dense), dense}, least_top_k
+    while k < dense:
+        budgets.add(k)
+        k = max(k + 1, int(k * _TOP_K_STEP))
+    return tuple(sorted(budgets))
 
 
 def tune_sparsity(
@@ -122,19 +152,101 @@ def tune_sparsity(
         raise UserError(f"top_p must be in (0, 1], not {base_top_p}: .5 to .9 are usual")
     if not 0.0 <= tolerance <= 1.0:
         raise UserError(f"tolerance must be in [0, 1], not {tolerance}: .1 or .2 are usual, 0 never lowers a budget")
+    if num_stages < 1:
+        raise UserError(f"num_stages must be at least 1, not {num_stages}: use 1 without pipelines")
+    _check_step(micro_batches, anchor, scope)
+    if any(len(m.lengths) != len(m.curves) for m in micro_batches):
+        raise ValueError("every document needs one curve")
+    budgets = candidate_budgets(base_top_p, tolerance)
+    budgets_C = np.array(budgets)
+    curves = [curve for m in micro_batches for curve in m.curves]
+
+    def attention_ms(lengths_T: Floats, first: int) -> Floats:
+        densities_TC = densities(curves[first : first + len(lengths_T)], budgets_C)
+        attention_TC: Floats = predictor.attention_ms(lengths_T[:, None], densities_TC).sum(axis=0)
+        attention_TC[:, -1] = predictor.attention_ms(lengths_T, 1.0, dense=True).sum(axis=0)  # p = 1
+        return attention_TC
+
+    times_MC = _times_ms(micro_batches, predictor, len(budgets), attention_ms)
+    gains_MC = np.array([float(m.num_tokens) for m in micro_batches])[:, None] * budgets_C
+    choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages)
+    return replace(tuning, top_p=tuple(budgets_C[choice_M].tolist()))
+
+
+def tune_top_k(
+    micro_batches: Sequence[MicroBatch],
+    predictor: LatencyPredictor,
+    *,
+    base_top_k: int,
+    anchor: str = "mean",
+    scope: str = "rank",
+    least_top_k: int = 1,
+) -> Tuning:
+    """Choose the anchor's k for each micro-batch of one optimizer step: the paper's k_anchor (Eq. 7).
+
+    Lengths alone give the density at each k. What a smaller k loses of coverage each layer sees in its forward pass,
+    where it raises the k until the tolerance is kept. Within a rank's anchor a change therefore goes where coverage
+    would cost least under a uniform gate, the prior of unseen documents.
+
+    Args:
+        micro_batches: the step's micro-batches; curves are not needed.
+        predictor: predicts the time of a micro-batch at a density; its profile holds the block size.
+        base_top_k: blocks per row without tuning, the own one included.
+        anchor: `min`, `mean` or `max`, as in :func:`tune_sparsity`.
+        scope: as in :func:`tune_sparsity`.
+        least_top_k: the smallest k that makes a difference, in [1, base_top_k]; 1 + sink_blocks, say.
+
+    Returns:
+        `top_k` and its predicted times; no k is larger than what makes its micro-batch dense.
+
+    Raises:
+        UserError: base_top_k, least_top_k, anchor or scope out of range; `optimal` needs coverage before the pass.
+        ValueError: no micro-batches, or one without documents.
+    """
+    if not 1 <= least_top_k <= base_top_k:
+        raise UserError(f"top_k must be at least {max(1, least_top_k)}, not {base_top_k}: k counts the own block")
+    if anchor == "optimal":
+        raise UserError(OPTIMAL_NEEDS_TOP_P)
+    _check_step(micro_batches, anchor, scope)
+    lengths_N = np.array([length for m in micro_batches for length in m.lengths])
+    block_size = predictor.profile.context.block_size
+    dense_M = np.array([1 + (max(m.lengths) - 1) // block_size for m in micro_batches])
+    budgets = candidate_top_k(base_top_k, least_top_k, max(lengths_N), block_size)
+    budgets_C = np.array(budgets)
+
+    def attention_ms(lengths_T: Floats, first: int) -> Floats:
+        densities_TC = top_k_density(lengths_T[:, None], budgets_C, block_size)
+        is_dense_TC = densities_TC == 1.0
+        attention_TC: Floats = predictor.attention_ms(lengths_T[:, None], densities_TC, is_dense_TC).sum(axis=0)
+        return attention_TC
+
+    times_MC = _times_ms(micro_batches, predictor, len(budgets), attention_ms)
+    first_M = np.cumsum([0, *(len(m.lengths) for m in micro_batches[:-1])])
+    gains_MC = np.add.reduceat(top_k_coverage(lengths_N[:, None], budgets_C, block_size), first_M, axis=0)
+    base = budgets.index(min(base_top_k, budgets[-1]))
+    choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, base, anchor, scope)
+    return replace(tuning, top_k=tuple(np.minimum(budgets_C[choice_M], dense_M).tolist()))
+
+
+def _check_step(micro_batches: Sequence[MicroBatch], anchor: str, scope: str) -> None:
     if anchor not in ANCHORS:
         raise UserError(f"anchor must be one of {', '.join(ANCHORS)}, not {anchor!r}")
     if scope not in SCOPES:
         raise UserError(f"scope must be one of {', '.join(SCOPES)}, not {scope!r}")
-    if num_stages < 1:
-        raise UserError(f"num_stages must be at least 1, not {num_stages}: use 1 without pipelines")
-    if not micro_batches or any(not m.lengths or len(m.lengths) != len(m.curves) for m in micro_batches):
-        raise ValueError("every step needs micro-batches, and each of them documents with one curve each")
-    budgets = candidate_budgets(base_top_p, tolerance)
-    budgets_C = np.array(budgets)
-    times_MC = _times_ms(micro_batches, predictor, budgets_C)
-    gains_MC = np.array([float(m.num_tokens) for m in micro_batches])[:, None] * budgets_C
-    base = budgets.index(base_top_p)
+    if not micro_batches or any(not m.lengths for m in micro_batches):
+        raise ValueError("every step needs micro-batches, and each of them documents")
+
+
+def _choose(
+    micro_batches: Sequence[MicroBatch],
+    times_MC: Floats,
+    gains_MC: Floats,
+    base: int,
+    anchor: str,
+    scope: str,
+    num_stages: int = 1,
+) -> tuple[Indices, Tuning]:
+    """Option of each micro-batch, and the :class:`Tuning` without its budgets."""
     base_M = times_MC[:, base]
     group_M = _groups(micro_batches, scope)
     missed = 0
@@ -156,8 +268,8 @@ def tune_sparsity(
         choice_M = _fill(times_MC, gains_MC, part_M, cap_P, base)
         part_ms = group_sums(pick(times_MC, choice_M), part_M, len(cap_P))
         missed = int((part_ms > cap_P * (1 + _ROUNDING)).sum())
-    return Tuning(
-        top_p=tuple(budgets_C[choice_M].tolist()),
+    return choice_M, Tuning(
+        top_p=(),
         predicted_ms=tuple(pick(times_MC, choice_M).tolist()),
         base_ms=tuple(base_M.tolist()),
         anchor_ms=anchor_ms,
@@ -165,21 +277,22 @@ def tune_sparsity(
     )
 
 
-def _times_ms(micro_batches: Sequence[MicroBatch], predictor: LatencyPredictor, budgets_C: Floats) -> Floats:
-    """[micro-batch, candidate] predicted time; the last candidate is p = 1, the dense kernel."""
+def _times_ms(
+    micro_batches: Sequence[MicroBatch],
+    predictor: LatencyPredictor,
+    num_candidates: int,
+    attention_ms: Callable[[Floats, int], Floats],
+) -> Floats:
+    """[micro-batch, candidate] predicted time, from `attention_ms(lengths, number of the first)` of documents."""
     lengths_N = np.array([length for m in micro_batches for length in m.lengths])
     first_M = np.cumsum([0, *(len(m.lengths) for m in micro_batches[:-1])])
-    curves = [curve for m in micro_batches for curve in m.curves]
-    times_MC = np.empty((len(micro_batches), len(budgets_C)))
+    times_MC = np.empty((len(micro_batches), num_candidates))
     # A few documents at a time: intermediate results stay in the cache.
     bounds = [*range(0, len(micro_batches), _TILE), len(micro_batches)]
     for first, last in pairwise(bounds):
         start = first_M[first]
         end = first_M[last] if last < len(micro_batches) else len(lengths_N)
-        lengths_T = lengths_N[start:end]
-        densities_TC = densities(curves[start:end], budgets_C)
-        attention_TC = predictor.attention_ms(lengths_T[:, None], densities_TC).sum(axis=0)
-        attention_TC[:, -1] = predictor.attention_ms(lengths_T, 1.0, dense=True).sum(axis=0)
+        attention_TC = attention_ms(lengths_N[start:end], start)
         times_MC[first:last] = np.add.reduceat(attention_TC, first_M[first:last] - start, axis=0)
     constant_ms, tokens_M = predictor.linear(0).total_ms, np.add.reduceat(lengths_N, first_M)
     times_MC += constant_ms + (predictor.linear(1).total_ms - constant_ms) * tokens_M[:, None]

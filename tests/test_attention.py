@@ -553,6 +553,100 @@ def test_statistics_of_top_k_beside_dense_layers():
         assert collector.mean().density == pytest.approx(sum(densities) / len(densities))
 
 
+# A k that each layer raises until the tolerance is kept.
+
+
+def tolerant(wanted, base, tolerance):
+    return {"sparse_top_k": wanted, "sparse_base_top_k": base, "sparse_tolerance": tolerance}
+
+
+def coverages(query, key, starts, scale):
+    """Coverage at k = 1, 2, ... over all rows with history: gate, softmax and sums in fp64, row by row."""
+    rows = []
+    for first, stop in itertools.pairwise(starts.tolist()):
+        for token, head in itertools.product(range(first + BLOCK, stop), range(query.shape[1])):
+            blocks = key[first : first + (token - first) // BLOCK * BLOCK, head * key.shape[1] // query.shape[1]]
+            scores = blocks.double().unflatten(0, (-1, BLOCK)).mean(1) @ query[token, head].double() * scale
+            rows.append(torch.softmax(scores, 0).sort(descending=True).values.cumsum(0))
+    longest = max(map(len, rows))
+    padded = [torch.cat([torch.zeros(1), row, torch.ones(longest - len(row))]) for row in rows]
+    return torch.stack(padded).mean(0)
+
+
+@pytest.fixture
+def gates(monkeypatch):
+    """What each layer's operator was called with: query, key, starts, k, scale."""
+    calls, operator = [], hf_sparsebalance.attention.attention_and_stats
+
+    def record(query, key, value, **options):
+        calls.append((query, key, options["cu_seqlens"], options["top_k"], options["scale"]))
+        return operator(query, key, value, **options)
+
+    monkeypatch.setattr(hf_sparsebalance.attention, "attention_and_stats", record)
+    return calls
+
+
+def test_each_layer_takes_the_smallest_k_that_keeps_the_tolerance(gates):
+    """In each layer k is what trying every k from the anchor's up on the dense gate gives, all documents at once."""
+    model, raised = build("sparsebalance"), []
+    for wanted, base, tolerance in itertools.product((1, 3), (2, 4, 20), (0.02, 0.1, 0.3)):
+        gates.clear()
+        collector = StatsCollector()
+        with torch.no_grad():
+            batch = pack(documents(), "cu_seq_lens")
+            model(**batch, **tolerant(wanted, base, tolerance), sparse_stats=collector)
+        assert sorted(collector.top_k) == list(range(LAYERS)) and len(gates) == LAYERS
+        for layer, (query, key, starts, k, scale) in enumerate(gates):
+            coverage = coverages(query, key, starts, scale)
+            loss = coverage[min(base, len(coverage)) - 1] - coverage
+            assert int((loss - tolerance).abs().min() * 1e6) > 0  # nothing hangs on rounding
+            expected = max(wanted, 1 + int((loss <= tolerance).nonzero()[0]))
+            assert int(k) == int(collector.top_k[layer]) == expected
+            raised.append(expected - wanted)
+    assert 0 in raised and len(set(raised)) > 4
+
+
+def test_a_layer_that_recomputes_keeps_its_k():
+    """Checkpointing changes no k, no count of layers and no gradient bit, with and without a collector."""
+    text, ends = documents()[2], []
+    for checkpointing, collector in ((False, StatsCollector()), (True, StatsCollector()), (True, None)):
+        model = build("sparsebalance").train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        given = tolerant(torch.tensor(1), torch.tensor(6), torch.tensor(0.1)) | {"sparse_stats": collector}
+        model(input_ids=text[None], labels=text[None], use_cache=False, **given).loss.backward()
+        chosen = None if collector is None else {layer: int(k) for layer, k in collector.top_k.items()}
+        ends.append((chosen, [parameter.grad for parameter in model.parameters()]))
+    assert ends[0][0] == ends[1][0] and len(ends[0][0]) == LAYERS and max(ends[0][0].values()) > 1
+    for one, two, three in zip(*(gradients for _, gradients in ends), strict=True):
+        assert torch.equal(one, two) and torch.equal(one, three)
+
+
+def test_a_dense_layer_has_no_k():
+    """Layers in dense_layers stay dense under a tolerance, and report no k."""
+    collector = StatsCollector()
+    model = build("sparsebalance", config_of(dense_layers=[0]))
+    with torch.no_grad():
+        model(input_ids=documents()[2][None], **tolerant(1, 4, 0.1), sparse_stats=collector)
+    assert list(collector.top_k) == [1] and collector.layers[0] is None
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"sparse_top_k": 1, "sparse_base_top_k": 2},
+        {"sparse_top_k": 1, "sparse_tolerance": 0.1},
+        {"sparse_base_top_k": 2, "sparse_tolerance": 0.1},
+        {"sparse_top_p": 0.5, "sparse_base_top_k": 2, "sparse_tolerance": 0.1},
+        tolerant(torch.tensor([2]), 4, 0.1),
+    ],
+    ids=str,
+)
+def test_refuses_half_a_tolerance(keywords):
+    """Base and tolerance go together, with one k for all documents."""
+    refused("sparse_base_top_k and sparse_tolerance go together", **keywords)
+
+
 # Refusals: a UserError that names the way out.
 
 

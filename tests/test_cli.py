@@ -103,6 +103,10 @@ def refused(capfd, flags, *wanted, extra=()):
         ({"tolerance": "much"}, "--tolerance"),
         ({"base_top_p": 0}, "--base_top_p"),
         ({"base_top_p": 1.5}, "--base_top_p"),
+        ({"base_top_k": 0}, "--base_top_k"),
+        ({"base_top_k": 2, "base_top_p": 0.5}, "--base_top_p and --base_top_k"),
+        ({"base_top_k": 2, "tolerance": 0.1}, "--anchor mean"),
+        ({"base_top_k": 2, "tolerance": 1.0, "anchor": "mean"}, "--tolerance"),
         ({"block_size": 0}, "--block_size"),
         ({"anchor": "median"}, "--anchor"),
         ({"batching": "sorted"}, "--batching"),
@@ -356,6 +360,22 @@ def test_profile_train_report(capfd, flags, profile_file, tmp_path):
     ids = tokenizer(TEXTS[0], return_tensors="pt").input_ids
     with torch.no_grad():
         assert bool(model(input_ids=ids).logits.isfinite().all())
+
+
+@pytest.mark.slow
+def test_top_k_is_tuned_and_reported(capfd, flags, profile_file):
+    """--base_top_k trains with a measured profile, stands in run.json and the model's config, and can be reported."""
+    settings = flags | {
+        "profile": profile_file, "batching": "sparsity_aware", "tolerance": 0.1, "base_top_k": 4, "anchor": "mean",
+    }  # fmt: skip
+    assert main(["train", *command_line(settings)]) == 0
+    out = flags["output_dir"]
+    run = json.loads((out / "run.json").read_text())
+    assert (run["base_top_p"], run["base_top_k"], run["anchor"]) == (None, 4, "mean")
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert (model.config.sparse_attention["top_p"], model.config.sparse_attention["top_k"]) == (None, 4)
+    capfd.readouterr()
+    assert main(["report", str(out), "--picture", str(out / "run.png")]) == 0
 
 
 @pytest.mark.slow

@@ -19,6 +19,11 @@ POSITIONS = torch.cat([torch.arange(30), torch.arange(170)])[None]
 PADDING = torch.ones(2, 100, dtype=torch.long)
 PADDING[0, :20] = 0
 PADDING[1, 90:] = 0
+TOLERANT = {
+    "sparse_top_k": torch.tensor(1),
+    "sparse_base_top_k": torch.tensor(4),
+    "sparse_tolerance": torch.tensor(0.2),
+}
 
 
 def model_of(**sparse):
@@ -61,8 +66,9 @@ def fresh_compiler():
         ((1, 200), {"cu_seq_lens_q": STARTS, "cu_seq_lens_k": STARTS, "max_length_q": 170, "max_length_k": 170}),
         ((1, 200), {"position_ids": POSITIONS}),
         ((2, 100), {"sparse_top_k": torch.tensor(3)}),
+        ((2, 100), TOLERANT),
     ],
-    ids=["plain", "padded", "cu_seq_lens", "position_ids", "top_k"],
+    ids=["plain", "padded", "cu_seq_lens", "position_ids", "top_k", "tolerance"],
 )
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_compiled_model_has_one_graph_and_the_same_results(shape, inputs, checkpointing):
@@ -83,6 +89,26 @@ def test_another_budget_compiles_nothing():
     with torch._dynamo.config.patch(error_on_recompile=True):
         losses += [step(compiled, model, (2, 100), sparse_top_p=torch.tensor(p))[0] for p in (0.05, 0.9)]
     assert len({loss.item() for loss in losses}) == 3
+
+
+def test_a_k_that_layers_raise_compiles_nothing_anew():
+    """The anchor's k, the base and the tolerance are run-time numbers; each layer's k leaves the graph as in eager."""
+    model = model_of()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    step(compiled, model, (2, 100), **TOLERANT, sparse_stats=StatsCollector())
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for wanted, base, tolerance in ((1, 6, 0.05), (3, 2, 0.2)):
+            given = {
+                "sparse_top_k": torch.tensor(wanted),
+                "sparse_base_top_k": torch.tensor(base),
+                "sparse_tolerance": torch.tensor(tolerance),
+            }
+            collectors = StatsCollector(), StatsCollector()
+            for call, collector in zip((compiled, model), collectors, strict=True):
+                step(call, model, (2, 100), **given, sparse_stats=collector)
+            chosen = [{layer: int(k) for layer, k in collector.top_k.items()} for collector in collectors]
+            assert chosen[0] == chosen[1] and len(chosen[0]) == 2
+            assert (min(chosen[0].values()) > wanted) == (wanted < base)
 
 
 def test_sizes_and_scales_may_be_symbols():
@@ -114,13 +140,15 @@ def test_statistics_leave_a_compiled_graph():
 
 
 def test_ops_keep_their_promises():
-    """Schema, fake tensors, autograd and ahead-of-time dispatch of the three ops pass torch's own checks."""
+    """Schema, fake tensors, autograd and ahead-of-time dispatch of the ops pass torch's own checks."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(50, heads, 16, generator=generator) for heads in (4, 2, 2))
     starts = torch.tensor([0, 20, 50])
     options = (torch.tensor([0.3, 0.5], dtype=torch.float64), None, 16, 0, None, 0, 0.25, 1, "torch")
     for with_stats in (False, True):
         torch.library.opcheck(ops.select, (query, key, starts, *options, with_stats))
+    tolerant = (*TOLERANT.values(), 16, 0, None, 0, 0.25)
+    torch.library.opcheck(ops.feasible_top_k, (query, key, starts, *tolerant))
     bits, _ = ops.select(query, key, starts, *options, False)
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     torch.library.opcheck(ops.attend, (*leaves, bits, starts, 16, 0.25, "torch"))

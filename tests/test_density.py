@@ -3,11 +3,19 @@
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_sparsebalance.density import CurveStore, DensityCurve, uniform_curve
+from hf_sparsebalance.density import (
+    CurveStore,
+    DensityCurve,
+    share_density,
+    top_k_coverage,
+    top_k_density,
+    uniform_curve,
+)
 from hf_sparsebalance.errors import UserError
 
 # Sums of a few numbers in [0, 1]: rounding stays within a few units in the last place.
@@ -164,3 +172,27 @@ def test_damaged_state_is_a_user_error():
     ):
         with pytest.raises(UserError):
             CurveStore.from_state_dict({**state, **damage})
+
+
+@given(st.integers(1, 700), st.integers(1, 40), st.integers(1, 48))
+def test_top_k_closed_forms_equal_counting_tokens(length, k, block_size):
+    """Density, and coverage under a uniform gate, are what counting token by token gives."""
+    history = [token // block_size for token in range(length)]
+    kept = [min(k - 1, blocks) for blocks in history]
+    density = sum(kept) / sum(history) if sum(history) else 1.0
+    assert top_k_density(length, k, block_size) == density
+    coverage = sum(k / blocks for k, blocks in zip(kept, history, strict=True) if blocks)
+    assert top_k_coverage(length, k, block_size) == pytest.approx(coverage, rel=1e-12)
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=4), st.floats(0.0, 1.0))
+def test_shared_densities_average_to_the_whole(lengths, density):
+    """Weighted by visible pairs they give the micro-batch's density; at a whole k they are each document's own."""
+    block_size = 16
+    visible = [sum(token // block_size for token in range(length)) for length in lengths]
+    shared = share_density(lengths, density, block_size)
+    assert all(0.0 <= each <= 1.0 for each in shared)
+    if sum(visible):
+        assert np.dot(visible, shared) / sum(visible) == pytest.approx(density, abs=1e-12)
+        own = top_k_density(lengths, 5, block_size)
+        assert share_density(lengths, np.dot(visible, own) / sum(visible), block_size) == pytest.approx(own, abs=1e-12)

@@ -7,7 +7,8 @@ import random
 import planning_profiles
 import pytest
 
-from hf_sparsebalance.density import uniform_curve
+from hf_sparsebalance.density import top_k_density, uniform_curve
+from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.planner import Measured, Planner, PlanSettings
 
@@ -107,4 +108,57 @@ def test_drift_is_part_of_the_plan():
     for _ in range(4):
         seen = what_a_step_showed(planner().take(0, 0), ours)
         ours.observe([dataclasses.replace(micro_batch, curve=None) for micro_batch in seen])
+    assert ours.take(0, 1).scales == pytest.approx((1.3, 1.3), rel=1e-6)
+
+
+# top_k.
+
+TOP_K = {"base_top_p": None, "base_top_k": 16, "block_size": planning_profiles.BLOCK_SIZE}
+
+
+@pytest.mark.parametrize("batching", ["random", "sparsity_aware"])
+def test_top_k_plans_made_ahead_survive_a_checkpoint(batching):
+    """Plans of a k go through JSON as those of a p do; another base or least k plans the budgets anew."""
+    ours = planner(**TOP_K, batching=batching)
+    ours.plan_ahead(0, 1)
+    state = json.loads(json.dumps(ours.state_dict()))
+    resumed = planner(**TOP_K, batching=batching)
+    resumed.load_state_dict(state)
+    plan = ours.take(0, 1)
+    assert resumed.is_planned(0, 1) and resumed.take(0, 1) == plan
+    assert plan.top_p is None and len(set(plan.top_k)) > 1 and all(isinstance(k, int) for k in plan.top_k)
+    if batching == "random":
+        for changes in ({"base_top_k": 8}, {"least_top_k": 2}):
+            other = planner(**{**TOP_K, **changes})
+            other.load_state_dict(state)
+            assert not other.is_planned(0, 1)
+    else:
+        with pytest.raises(UserError, match="--base_top_k 16 .now 8"):
+            planner(**{**TOP_K, "base_top_k": 8}, batching=batching).load_state_dict(state)
+
+
+def test_without_tuning_a_top_k_is_priced_by_its_lengths():
+    """tolerance 0 plans the base k; predictions are the predictor's at the density that counting tokens gives."""
+    ours = planner(**TOP_K, tolerance=0.0)
+    plan = ours.take(0, 0)
+    assert plan.top_k == (16,) * 4 and plan.top_p is None
+    for micro_batch, ms in zip(ours.micro_batches(0, 0), plan.predicted_ms, strict=True):
+        (length,) = micro_batch.lengths
+        blocks = [token // planning_profiles.BLOCK_SIZE for token in range(length)]
+        density = sum(min(15, n) for n in blocks) / sum(blocks)
+        expected = ours.predictor.predict([length], [density], dense=density == 1.0).total_ms
+        assert ms == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_refit_reads_the_density_that_layers_took():
+    """Layers that raised their k take longer, in no way because the device is slower: the scales stay at the truth."""
+    ours = planner(**TOP_K)
+    for _ in range(4):
+        plan, seen = ours.take(0, 0), []
+        for samples, k in zip([s for slots in ours.batches(0).steps[0] for s in slots], plan.top_k, strict=True):
+            lengths = [LENGTHS[sample] for sample in samples]
+            densities = top_k_density(lengths, k + 9, planning_profiles.BLOCK_SIZE)
+            true_ms = planning_profiles.predictor().predict(lengths, densities, densities == 1.0).total_ms
+            seen.append(Measured(samples, None, 1.3 * true_ms, None, density=float(densities[0])))
+        ours.observe(seen)
     assert ours.take(0, 1).scales == pytest.approx((1.3, 1.3), rel=1e-6)

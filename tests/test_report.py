@@ -12,7 +12,7 @@ from hf_sparsebalance.report import Summary, balance_share, draw_timeline, read_
 RUN = {
     "name": "sab", "attention": "sparsebalance", "batching": "sab", "tuning": "mean", "base_top_p": 0.9,
     "tolerance": 0.1, "anchor": "mean", "scope": "rank", "documents": 4, "heldout_loss_before": 5.5,
-    "heldout_loss_after": None, "environment": {"device": "cpu"},
+    "heldout_loss_after": None, "environment": {"device": "cpu"}, "base_top_k": 8,
 }  # fmt: skip
 
 
@@ -21,6 +21,7 @@ def micro_batch(rank=0, document=0, tokens=100, ms=(10.0, 30.0), **fields):
         "rank": rank, "slot": 0, "documents": [document], "tokens": tokens, "top_p": None, "predicted_ms": None,
         "causal_pairs": tokens * (tokens + 1) // 2 if isinstance(tokens, int) else 1,
         "start_ms": 0.0, "forward_ms": ms[0], "backward_ms": ms[1], "density": None, "work": None, "coverage": None,
+        "top_k": 6.5,
         **fields,
     }  # fmt: skip
 

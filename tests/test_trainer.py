@@ -293,6 +293,74 @@ def test_checkpointing_changes_no_bit_of_a_tuned_run(tmp_path):
         assert torch.equal(parameter, ends[1][1][name]), name
 
 
+# A k per micro-batch and layer.
+
+TOP_K = {"base_top_p": None, "base_top_k": 5, "anchor": "min", "scope": "microbatch", "tolerance": 0.05}
+
+
+def chosen_top_k(monkeypatch, folder, **changes):
+    """By micro-batch, in the order they ran: the planned k and each layer's own."""
+    seen, step = [], SparseBalanceTrainer.training_step
+
+    def record(self, model, inputs, num_items_in_batch=None):
+        loss = step(self, model, inputs, num_items_in_batch)
+        seen.append((int(inputs["sparse_top_k"]), [int(k) for k in inputs["sparse_stats"].top_k.values()]))
+        return loss
+
+    monkeypatch.setattr(SparseBalanceTrainer, "training_step", record)
+    trainer, _ = train(folder, **{**TOP_K, **changes})
+    return seen, trainer
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_top_k_is_tuned_by_micro_batch_and_layer(monkeypatch, tmp_path, checkpointing):
+    """The log holds the mean k of the layers, and counts each (micro-batch, layer) that raised the anchor's k once."""
+    seen, trainer = chosen_top_k(monkeypatch, tmp_path, gradient_checkpointing=checkpointing)
+    lines, num_layers = log_of(tmp_path), trainer.model.config.num_hidden_layers
+    logged = [m for line in lines for m in line["micro_batches"]]
+    assert len(seen) == len(logged) and len({planned for planned, _ in seen}) > 1
+    for (planned, ks), m in zip(seen, logged, strict=True):
+        assert len(ks) == num_layers and min(ks) >= planned
+        assert m["top_k"] == sum(ks) / num_layers and m["top_p"] is None and 0 < m["density"] <= 1
+    by_step = [seen[2 * i : 2 * i + 2] for i in range(len(lines))]
+    raised = [sum(k > planned for planned, ks in step for k in ks) for step in by_step]
+    assert [line["missed_anchors"] for line in lines] == raised and sum(raised) > 0
+    assert trainer.state.log_history[0]["top_k"] > 0
+    assert (trainer.model.config.sparse_attention["top_k"], trainer.model.config.sparse_attention["top_p"]) == (
+        5,
+        None,
+    )
+
+
+def test_a_tolerance_that_allows_everything_raises_nothing(monkeypatch, tmp_path):
+    """With tolerance .99 every layer attends with the anchor's k, and no anchor is missed."""
+    seen, _ = chosen_top_k(monkeypatch, tmp_path, tolerance=0.99)
+    assert all(ks == [planned] * len(ks) for planned, ks in seen)
+    assert [line["missed_anchors"] for line in log_of(tmp_path)] == [0] * STEPS_PER_EPOCH
+
+
+def test_a_top_k_without_tuning_is_the_models(tmp_path):
+    """tolerance 0 needs no profile: every layer attends with config.sparse_attention's own k, sinks included."""
+    config = config_of()
+    config.sparse_attention = {"block_size": BLOCK, "top_k": 2, "sink_blocks": 3}
+    train(tmp_path, build(config=config), base_top_p=None, tolerance=0.0, batching="random", with_profile=False)
+    logged = [m for line in log_of(tmp_path) for m in line["micro_batches"]]
+    assert {(m["top_k"], m["top_p"]) for m in logged} == {(4.0, None)}  # three sinks and the own block
+
+
+def test_a_resumed_top_k_run_is_the_uninterrupted_one(tmp_path):
+    """From a checkpoint the same k and, bit for bit, the same parameters follow; another base is refused."""
+    whole, _ = train(tmp_path / "whole", **CHECKPOINTED, **TOP_K)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-4")
+    rest, _ = train(tmp_path / "rest", resume=checkpoint, **CHECKPOINTED, **TOP_K)
+    assert list(map(planned, log_of(tmp_path / "rest"))) == list(map(planned, log_of(tmp_path / "whole")[4:]))
+    expected = parameters_of(whole.model)
+    for name, parameter in parameters_of(rest.model).items():
+        assert torch.equal(parameter, expected[name]), name
+    with pytest.raises(UserError, match="--base_top_k 5 .now 4"):
+        train(tmp_path / "other", resume=checkpoint, **CHECKPOINTED, **{**TOP_K, "base_top_k": 4})
+
+
 # The same gradients as without balancing.
 
 
@@ -424,7 +492,7 @@ RESUME_STEPS = (1, 3, 4, 5)
 def planned(line):
     """What the log says was planned, without what was measured."""
     return [
-        (m["documents"], m["top_p"], m["predicted_ms"], line["anchor_ms"], line["epoch"])
+        (m["documents"], m["top_p"], m["top_k"], m["predicted_ms"], line["anchor_ms"], line["epoch"])
         for m in line["micro_batches"]
     ]
 
@@ -574,6 +642,8 @@ def test_refuses_other_arguments(tmp_path):
         ({"tolerance": 0.6}, "--tolerance.*--base_top_p"),
         ({"base_top_p": 0.0}, "--base_top_p"),
         ({"base_top_p": 1.5}, "--base_top_p"),
+        ({"base_top_p": None, "base_top_k": 0}, "--base_top_k"),
+        ({"base_top_k": 4}, "--base_top_p and --base_top_k"),
         ({"block_size": 0}, "--block_size"),
         ({"window": 0}, "--window"),
         ({"max_tokens": 0}, "--max_tokens"),
@@ -599,9 +669,16 @@ def test_refuses_a_tolerance_that_leaves_nothing_of_the_models_budget(tmp_path):
     config.sparse_attention = {"block_size": BLOCK, "top_p": 0.15}
     with pytest.raises(UserError, match="(?s)--tolerance.*0.15"):
         train(tmp_path, build(config=config), base_top_p=None, tolerance=0.2)
-    config.sparse_attention = {"block_size": BLOCK, "top_k": 2}
-    with pytest.raises(UserError, match="--base_top_p"):
-        train(tmp_path, build(config=config), base_top_p=None, with_profile=False)
+
+
+@pytest.mark.parametrize("of_model", [False, True])
+def test_refuses_to_tune_top_k_by_the_optimal_anchor(tmp_path, of_model):
+    """Coverage of a k, given or of the model, is unknown beforehand: anchor optimal is refused, with the ways out."""
+    config = config_of()
+    config.sparse_attention = {"top_k": 2} if of_model else {}
+    with pytest.raises(UserError, match="--anchor optimal.*--anchor mean.*--base_top_p"):
+        changes = {} if of_model else {"base_top_k": 2}
+        train(tmp_path, build(config=config), base_top_p=None, with_profile=False, **changes)
 
 
 def test_refuses_another_number_of_ranks(tmp_path):

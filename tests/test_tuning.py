@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.tuning import ANCHORS, SCOPES, MicroBatch, candidate_budgets, tune_sparsity
+from hf_sparsebalance.tuning import (
+    ANCHORS,
+    SCOPES,
+    MicroBatch,
+    candidate_budgets,
+    candidate_top_k,
+    tune_sparsity,
+    tune_top_k,
+)
 
 PREDICTOR = toy.predictor()
 # Sums of up to a dozen products, and the fit test's own allowance for means that round below their terms.
@@ -296,3 +304,108 @@ def test_malformed_micro_batches_are_refused():
         tune_sparsity([], PREDICTOR, base_top_p=0.7, tolerance=0.1)
     with pytest.raises(ValueError):
         tune_sparsity([MicroBatch(0, 0, (100,), ())], PREDICTOR, base_top_p=0.7, tolerance=0.1)
+
+
+# top_k: the anchor's k, from lengths alone.
+
+
+def top_k_ms(micro_batch, k):
+    """What the predictor says of a micro-batch at k, its density counted token by token."""
+    blocks = [[token // toy.BLOCK_SIZE for token in range(length)] for length in micro_batch.lengths]
+    densities = [sum(min(k - 1, n) for n in each) / sum(each) if sum(each) else 1.0 for each in blocks]
+    attention = [
+        PREDICTOR.document(length, density, dense=density == 1.0).total_ms
+        for length, density in zip(micro_batch.lengths, densities, strict=True)
+    ]
+    return sum(attention) + PREDICTOR.linear(micro_batch.num_tokens).total_ms
+
+
+short_steps = st.tuples(st.integers(1, 3), st.integers(1, 3)).flatmap(
+    lambda shape: st.lists(
+        st.lists(st.integers(1, 1500), min_size=1, max_size=2), min_size=shape[0] * shape[1],
+        max_size=shape[0] * shape[1],
+    ).map(lambda packed: [MicroBatch(i // shape[1], i % shape[1], tuple(each)) for i, each in enumerate(packed)])
+)  # fmt: skip
+
+
+def test_candidate_top_k_reaches_from_the_least_to_dense():
+    """Every k where they are few, none further than 6 % from the next, base and the dense k among them."""
+    budgets = candidate_top_k(37, 2, 30_001, 64)
+    assert budgets[0] == 2 and budgets[-1] == 1 + 30_000 // 64 and 37 in budgets
+    assert all(b - a == 1 or b <= 1.06 * a for a, b in itertools.pairwise(budgets))
+    assert candidate_top_k(9, 1, 129, 64) == (1, 2, 3)
+    assert candidate_top_k(9, 5, 10, 64) == (5,)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    short_steps, st.sampled_from(["min", "mean", "max"]), st.sampled_from(["microbatch", "slot"]), st.integers(1, 9)
+)
+def test_top_k_equals_exhaustive_search(micro_batches, anchor, scope, base):
+    """Each micro-batch gets the largest k that meets its anchor, at most what makes it dense, else a fastest one."""
+    tuned = tune_top_k(micro_batches, PREDICTOR, base_top_k=base, anchor=anchor, scope=scope)
+    assert tuned.top_p == ()
+    summary = {"min": min, "max": max, "mean": lambda values: sum(values) / len(values)}[anchor]
+    missed = 0
+    for m, k, ms in zip(micro_batches, tuned.top_k, tuned.predicted_ms, strict=True):
+        dense = 1 + (max(m.lengths) - 1) // toy.BLOCK_SIZE
+        assert 1 <= k <= dense and ms == pytest.approx(top_k_ms(m, k), rel=ROUNDING)
+        fellows = [f for f in micro_batches if scope == "microbatch" or f.slot == m.slot]
+        target = summary([top_k_ms(f, base) for f in fellows])
+        times = {q: top_k_ms(m, q) for q in range(1, dense + 1)}  # 24 blocks at most: every k is a candidate
+        fitting = [q for q, ms in times.items() if ms <= target * (1 + ROUNDING)]
+        strictly = [q for q, ms in times.items() if ms <= target * (1 - ROUNDING)]
+        if strictly:
+            assert max(strictly) <= k <= max(fitting)
+        elif not fitting:
+            assert times[k] == pytest.approx(min(times.values()), rel=ROUNDING)
+            missed += 1
+    assert tuned.num_missed == missed
+
+
+def uniform_coverage(micro_batch, k):
+    """Covered tokens of a micro-batch at k under a uniform gate, counted token by token."""
+    blocks = [token // toy.BLOCK_SIZE for length in micro_batch.lengths for token in range(length)]
+    return sum(min(k - 1, n) / n for n in blocks if n)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(200, 1500), min_size=4, max_size=4), st.sampled_from(["min", "mean", "max"]))
+def test_top_k_of_a_rank_goes_where_coverage_costs_least(lengths, anchor):
+    """A rank's sum meets the anchor where any plan does, within one move of the most coverage under a uniform gate."""
+    micro_batches = [MicroBatch(i // 2, i % 2, (length,)) for i, length in enumerate(lengths)]
+    tuned = tune_top_k(micro_batches, PREDICTOR, base_top_k=6, anchor=anchor, scope="rank")
+    missed = 0
+    for rank in (0, 1):
+        members = [m for m in micro_batches if m.rank == rank]
+        ks = range(1, 2 + 1499 // toy.BLOCK_SIZE)
+        times = [{k: top_k_ms(m, k) for k in ks} for m in members]
+        gains = [{k: uniform_coverage(m, k) for k in ks} for m in members]
+        chosen = [k for m, k in zip(micro_batches, tuned.top_k, strict=True) if m.rank == rank]
+        fitting = [
+            gains[0][a] + gains[1][b]
+            for a, b in itertools.product(ks, repeat=2)
+            if times[0][a] + times[1][b] <= tuned.anchor_ms
+        ]
+        missed += not fitting
+        if fitting:
+            assert sum(row[k] for row, k in zip(times, chosen, strict=True)) <= tuned.anchor_ms * (1 + ROUNDING)
+            move = max(row[ks[-1]] - row[1] for row in gains)
+            assert sum(row[k] for row, k in zip(gains, chosen, strict=True)) >= max(fitting) - move
+    assert abs(tuned.num_missed - missed) <= (anchor != "max")  # a sum may lie on the anchor but for rounding
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"base_top_k": 0}, "top_k must be at least 1"),
+        ({"least_top_k": 9}, "top_k must be at least 9"),
+        ({"anchor": "optimal"}, "(?s)--anchor optimal.*--anchor mean.*--base_top_p"),
+        ({"anchor": "median"}, "anchor"),
+        ({"scope": "node"}, "scope"),
+    ],
+)
+def test_top_k_refuses_what_is_out_of_range(changes, match):
+    """Each option out of range is refused by its name; `optimal` with the way out."""
+    with pytest.raises(UserError, match=match):
+        tune_top_k([MicroBatch(0, 0, (100,))], PREDICTOR, **{"base_top_k": 4, **changes})

@@ -206,6 +206,7 @@ def _run_fields(
         "batching": args.batching,
         "tuning": args.anchor if args.tolerance > 0 else False,
         "base_top_p": config.sparse_attention["top_p"] if sparse else None,
+        "base_top_k": config.sparse_attention["top_k"] if sparse else None,
         "tolerance": args.tolerance if args.tolerance > 0 else None,
         "anchor": args.anchor if args.tolerance > 0 else None,
         "scope": args.scope if args.tolerance > 0 else None,

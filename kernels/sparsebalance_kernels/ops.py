@@ -1,8 +1,9 @@
-"""The two halves of the operator as torch.library ops: torch.compile sees them whole and never breaks its graph there.
+"""The operator's halves as torch.library ops: torch.compile sees them whole and never breaks its graph there.
 
 ``sparsebalance::select`` has no gradient and is an op of its own, so that selective checkpointing can keep its result,
 one bit for each visible block, instead of selecting again.  ``sparsebalance::attend`` saves the selection for its
-backward pass.  What must be read on the host (document starts, budgets) is read inside the ops.
+backward pass.  ``sparsebalance::feasible_top_k`` comes before both, where a k has to keep a tolerance.  What must be
+read on the host (document starts, budgets) is read inside the ops.
 """
 
 import torch
@@ -63,6 +64,35 @@ def _(query, key, cu_seqlens, top_p, top_k, *options):  # type: ignore[no-untype
     bits = query.new_empty(query.shape[1], words, query.shape[0], dtype=torch.int32)
     grid = CURVE_TOP_P if top_k is None else CURVE_TOP_K
     return bits, torch.empty(3 + len(grid) if with_stats else 0, dtype=torch.float64, device="cpu")
+
+
+@torch.library.custom_op("sparsebalance::feasible_top_k", mutates_args=())
+def feasible_top_k(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor,
+    top_k: Tensor,
+    base_top_k: Tensor,
+    tolerance: Tensor,
+    block_size: int,
+    min_blocks: int,
+    max_blocks: int | None,
+    sink_blocks: int,
+    scale: float,
+) -> Tensor:
+    """``selector.feasible_top_k`` of 0-d tensors, on any device: 0-d int64 on the CPU, one k for all documents."""
+    wanted = (int(top_k),) * (cu_seqlens.shape[0] - 1)
+    budget = Budget(block_size, None, wanted, min_blocks, max_blocks, sink_blocks)
+    with torch.autocast(query.device.type, enabled=False), torch.cuda.device_of(query):
+        found = selector.feasible_top_k(
+            query, key, cu_seqlens.tolist(), budget, int(base_top_k), float(tolerance), scale
+        )
+    return torch.tensor(found)
+
+
+@feasible_top_k.register_fake
+def _(query, *options):  # type: ignore[no-untyped-def]
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @torch.library.custom_op("sparsebalance::attend", mutates_args=())

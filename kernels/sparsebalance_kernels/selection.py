@@ -147,9 +147,13 @@ def _unpack_by_shifts(words: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class StatsSums:
-    """Sums behind :class:`AttentionStats`, added up over documents; counts are in triples, pairs and rows."""
+    """Sums behind :class:`AttentionStats`, added up over documents; counts are in triples, pairs and rows.
+
+    ``top_k`` says what the curve is taken over, and ``points`` where, if not on the fixed grid.
+    """
 
     top_k: bool
+    points: Sequence[float] = ()
     kept: int | torch.Tensor = 0
     visible: int = 0
     attended_pairs: int | torch.Tensor = 0
@@ -159,7 +163,8 @@ class StatsSums:
     curve: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.curve = torch.zeros(len(CURVE_TOP_K if self.top_k else CURVE_TOP_P), dtype=torch.float64)
+        self.points = self.points or (CURVE_TOP_K if self.top_k else CURVE_TOP_P)
+        self.curve = torch.zeros(len(self.points), dtype=torch.float64)
 
     def add_document(self, length: int, block_size: int, num_heads: int) -> None:
         """Count what holds whatever is kept: visible triples, causal and own-block pairs, rows with history."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from sparsebalance_kernels.precision import cpu_matmul_precision
-from sparsebalance_kernels.selection import CURVE_TOP_K, CURVE_TOP_P, Budget, StatsSums, pack_bits, visible_blocks
+from sparsebalance_kernels.selection import Budget, StatsSums, pack_bits, visible_blocks
 
 # 512 query tokens keep a slab of scores in the cache (14 heads, 128 blocks: 3.7 MB); more only adds memory traffic.
 SELECT_TOKENS = 512
@@ -87,6 +87,7 @@ def _scores(query: torch.Tensor, pooled: torch.Tensor, scale: float) -> torch.Te
     return scores.unflatten(1, (num_tokens, -1))
 
 
+@torch.no_grad()
 def estimate_curve(
     query: torch.Tensor, key: torch.Tensor, boundaries: Sequence[int], budget: Budget, scale: float, stats: StatsSums
 ) -> None:
@@ -99,7 +100,7 @@ def estimate_curve(
         starts = range(first + size, stop, CURVE_TOKENS)
         step = max(1, len(starts) // CURVE_RUNS)
         pooled = pooled_keys(key[first:stop], size)
-        sample = StatsSums(top_k=budget.top_k is not None)
+        sample = StatsSums(stats.top_k, stats.points)
         rows = visible = 0
         for start in starts[step // 2 :: step]:
             end = min(start + CURVE_TOKENS, stop)
@@ -111,6 +112,48 @@ def estimate_curve(
             share = rows / (num_heads * (stop - first - size))
             share = share if stats.top_k else visible / (num_heads * visible_blocks(stop - first, size))
             stats.curve = stats.curve + sample.curve.cpu() / share
+
+
+def feasible_top_k(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    boundaries: Sequence[int],
+    budget: Budget,
+    base_top_k: int,
+    tolerance: float,
+    scale: float,
+) -> int:
+    """The smallest k, from ``budget.top_k`` up, that loses no more coverage against ``base_top_k`` than ``tolerance``.
+
+    arXiv 2604.13847, FindFeasibleK of Algorithm 1: C(base) - C(k) <= tolerance, C the mean coverage over the rows of
+    all documents that have history; every whole k is tried.  Rows are those of :func:`estimate_curve`: all of a
+    document of less than 2 * CURVE_RUNS runs, an even sample of a longer one.
+
+    Args:
+        query, key, boundaries, scale: as in :func:`select_blocks`.
+        budget: ``top_k`` holds the smallest k wanted, the same for every document.
+        base_top_k: k >= 1 without tuning.
+        tolerance: largest loss of coverage, in [0, 1].
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    assert budget.top_k is not None
+    wanted = budget.top_k[0]
+    if min(wanted, base_top_k) < 1 or not 0.0 <= tolerance <= 1.0:
+        raise ValueError(
+            f"top_k and base_top_k must be at least 1 and tolerance in [0, 1], got {wanted}, {base_top_k}, {tolerance}"
+        )
+    longest = max((stop - first for first, stop in itertools.pairwise(boundaries)), default=0)
+    dense = 1 + max(0, longest - 1) // budget.block_size
+    if wanted >= min(base_top_k, dense):
+        return wanted
+    stats = StatsSums(top_k=True, points=range(wanted, min(base_top_k, dense) + 1))
+    for first, stop in itertools.pairwise(boundaries):
+        stats.add_document(stop - first, budget.block_size, query.shape[1])
+    estimate_curve(query, key, boundaries, budget, scale, stats)
+    coverage = stats.finish()[3:]
+    return wanted + int((coverage[-1] - coverage <= tolerance).nonzero()[0])
 
 
 def _keep_rows(
@@ -211,11 +254,11 @@ def _add_stats(
     kept_mass = covered.gather(-1, count[..., None]).squeeze(-1)
     stats.mass = stats.mass + (kept_mass * with_history).sum(dtype=torch.float64)
     if stats.top_k:
-        grid = torch.tensor([k - 1 for k in CURVE_TOP_K], device=count.device).expand(*count.shape, -1)
+        grid = torch.tensor([k - 1 for k in stats.points], device=count.device).expand(*count.shape, -1)
         at = _clamp_count(grid, visible[..., None], budget)
         curve = (covered.gather(-1, at) * with_history[..., None]).sum((0, 1, 2), dtype=torch.float64)
     else:
-        at = _blocks_within(mass, mass.new_tensor(CURVE_TOP_P))
+        at = _blocks_within(mass, mass.new_tensor(stats.points))
         at[..., -1] = visible
         curve = _clamp_count(at, visible[..., None], budget).sum((0, 1, 2), dtype=torch.float64)
     stats.curve = stats.curve.to(curve.device) + curve

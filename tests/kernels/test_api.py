@@ -1,4 +1,5 @@
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from sparsebalance_kernels import (
     BlockSelection,
     attend,
     block_sparse_attention,
+    ops,
     select_blocks,
 )
 
@@ -347,3 +349,44 @@ def test_a_selection_that_does_not_fit_is_named(named, bits):
         attend(query, key, key, selection)
     with pytest.raises(ValueError, match="use block_sparse_attention"):
         select_blocks(query, key, cu_seqlens=torch.tensor([0, tokens]), top_p=0.5, backend="reference")
+
+
+def feasible(query, key, lengths, wanted, base, tolerance, min_blocks=0, max_blocks=None, sink_blocks=0):
+    numbers = (torch.tensor(number) for number in (wanted, base, tolerance))
+    starts = oracle.cumulative(lengths)
+    return int(ops.feasible_top_k(query, key, starts, *numbers, 16, min_blocks, max_blocks, sink_blocks, oracle.SCALE))
+
+
+@pytest.mark.parametrize("bounds", [{}, {"sink_blocks": 1}, {"min_blocks": 2}, {"max_blocks": 3}], ids=str)
+@pytest.mark.parametrize("base", [1, 2, 4, 9])
+def test_feasible_top_k_is_the_smallest_that_keeps_the_tolerance(base, bounds):
+    """The k chosen loses no more coverage than allowed, counted row by row; one less would, or is not wanted."""
+    query, key = grid_batch()[:2]
+    at_base = counted_at(top_k=base, **bounds)
+    loss = {k: at_base.coverage - counted_at(top_k=k, **bounds).coverage for k in range(1, base + 1)}
+    for wanted, tolerance in itertools.product(range(1, 8), [0.0, 0.03, 0.1, 0.25, 1.0]):
+        k = feasible(query, key, LENGTHS, wanted, base, tolerance, **bounds)
+        assert k == wanted or (wanted < k <= base and loss[k - 1] > tolerance - 2 * at_base.mass_error)
+        assert k >= base or loss[k] <= tolerance + 2 * at_base.mass_error
+
+
+def test_feasible_top_k_of_a_long_document_is_sampled():
+    """Where rows are sampled the loss over all rows misses the tolerance by less than .01."""
+    lengths, tolerance = [6000], 0.1
+    query, key = oracle.grid_batch(lengths, block_size=16, kv_heads=1, group=1, dim=32, seed=3)[:2]
+    k = feasible(query, key, lengths, 1, 200, tolerance)
+    coverage = [
+        block_sparse_attention(
+            query, key, key, cu_seqlens=oracle.cumulative(lengths), top_k=top_k, block_size=16, scale=oracle.SCALE,
+            return_stats=True,
+        )[1].coverage
+        for top_k in (200, k, k - 1)
+    ]  # fmt: skip
+    assert coverage[0] - coverage[1] <= tolerance + 0.01 and coverage[0] - coverage[2] >= tolerance - 0.01
+
+
+@pytest.mark.parametrize(("wanted", "base", "tolerance"), [(0, 2, 0.1), (1, 0, 0.1), (1, 2, -0.1), (1, 2, 1.5)])
+def test_feasible_top_k_refuses_numbers_out_of_range(wanted, base, tolerance):
+    """k counts from the own block, a tolerance is a share."""
+    with pytest.raises(ValueError, match="base_top_k must be at least 1 and tolerance in"):
+        feasible(*grid_batch()[:2], LENGTHS, wanted, base, tolerance)

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
 from hf_sparsebalance.density import DensityCurve, densities
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.ladder import Floats, Indices, Ladder, fastest, group_sums, pick, top_up
+from hf_sparsebalance.ladder import Floats, Indices, Ladder, fastest, group_sums, last, pick, top_up
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.optimal import optimal, optimal_pipelined
 
@@ -30,7 +29,7 @@ ANCHORS = ("min", "mean", "max", "optimal")
 SCOPES = ("microbatch", "slot", "rank")
 _GRID_STEP = 0.01
 _ROUNDING = 1e-9  # relative: a mean of equal times may round below each of them
-_TILE = 256  # micro-batches whose times are predicted together
+_TILE = 512  # documents whose times are predicted together
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +127,13 @@ def tune_sparsity(
         raise UserError(f"scope must be one of {', '.join(SCOPES)}, not {scope!r}")
     if num_stages < 1:
         raise UserError(f"num_stages must be at least 1, not {num_stages}: use 1 without pipelines")
-    if not micro_batches or any(not m.lengths or len(m.lengths) != len(m.curves) for m in micro_batches):
+    counts = [len(m.lengths) for m in micro_batches]
+    if not counts or 0 in counts or counts != [len(m.curves) for m in micro_batches]:
         raise ValueError("every step needs micro-batches, and each of them documents with one curve each")
     budgets = candidate_budgets(base_top_p, tolerance)
     budgets_C = np.array(budgets)
-    times_MC = _times_ms(micro_batches, predictor, budgets_C)
-    gains_MC = np.array([float(m.num_tokens) for m in micro_batches])[:, None] * budgets_C
+    times_MC, tokens_M = _times_ms(micro_batches, predictor, budgets_C)
+    gains_MC = tokens_M[:, None] * budgets_C
     base = budgets.index(base_top_p)
     base_M = times_MC[:, base]
     group_M = _groups(micro_batches, scope)
@@ -165,25 +165,23 @@ def tune_sparsity(
     )
 
 
-def _times_ms(micro_batches: Sequence[MicroBatch], predictor: LatencyPredictor, budgets_C: Floats) -> Floats:
-    """[micro-batch, candidate] predicted time; the last candidate is p = 1, the dense kernel."""
-    lengths_N = np.array([length for m in micro_batches for length in m.lengths])
-    first_M = np.cumsum([0, *(len(m.lengths) for m in micro_batches[:-1])])
-    curves = [curve for m in micro_batches for curve in m.curves]
-    times_MC = np.empty((len(micro_batches), len(budgets_C)))
-    # A few documents at a time: intermediate results stay in the cache.
-    bounds = [*range(0, len(micro_batches), _TILE), len(micro_batches)]
-    for first, last in pairwise(bounds):
-        start = first_M[first]
-        end = first_M[last] if last < len(micro_batches) else len(lengths_N)
-        lengths_T = lengths_N[start:end]
-        densities_TC = densities(curves[start:end], budgets_C)
-        attention_TC = predictor.attention_ms(lengths_T[:, None], densities_TC).sum(axis=0)
-        attention_TC[:, -1] = predictor.attention_ms(lengths_T, 1.0, dense=True).sum(axis=0)
-        times_MC[first:last] = np.add.reduceat(attention_TC, first_M[first:last] - start, axis=0)
+def _times_ms(
+    micro_batches: Sequence[MicroBatch], predictor: LatencyPredictor, budgets_C: Floats
+) -> tuple[Floats, Floats]:
+    """[micro-batch, candidate] predicted time, the last candidate p = 1 by the dense kernel; tokens of each."""
+    lengths_N = np.array([length for m in micro_batches for length in m.lengths], dtype=np.float64)
+    first_M = np.cumsum([0, *[len(m.lengths) for m in micro_batches[:-1]]])
+    attention_NC = densities([curve for m in micro_batches for curve in m.curves], budgets_C)
+    # A few documents at a time, in place: intermediate results stay in the cache.
+    for start in range(0, len(lengths_N), _TILE):
+        tile = slice(start, start + _TILE)
+        forward_TC, backward_TC = predictor.attention_ms(lengths_N[tile, None], attention_NC[tile])
+        np.add(forward_TC, backward_TC, out=attention_NC[tile])
+    attention_NC[:, -1] = predictor.attention_ms(lengths_N, 1.0, dense=True).sum(axis=0)
+    times_MC: Floats = np.add.reduceat(attention_NC, first_M, axis=0)
     constant_ms, tokens_M = predictor.linear(0).total_ms, np.add.reduceat(lengths_N, first_M)
     times_MC += constant_ms + (predictor.linear(1).total_ms - constant_ms) * tokens_M[:, None]
-    return times_MC
+    return times_MC, tokens_M
 
 
 def _anchor(anchor: str, values: Floats) -> float:
@@ -204,13 +202,10 @@ def _fill(times_MC: Floats, gains_MC: Floats, part_M: Indices, cap_P: Floats, ba
     limit_P = cap_P * (1 + _ROUNDING)
     if len(limit_P) == len(part_M):  # single micro-batches: exact, no hull needed
         fits_MC = times_MC <= limit_P[part_M][:, None]
-        best_M = np.where(fits_MC, gains_MC, -1.0).argmax(axis=1)
-        return np.where(fits_MC.any(axis=1), best_M, fastest(times_MC))
+        return np.where(fits_MC.any(axis=1), last(fits_MC), fastest(times_MC))
     ladder = Ladder(times_MC, gains_MC, part_M, len(limit_P))
-    best_M = top_up(times_MC, gains_MC, ladder.after(ladder.moves_within(limit_P)), part_M, limit_P)
+    best_M = ladder.after(ladder.moves_within(limit_P))
     # The hull's corners can leave a gap; never give less than the untouched base budget would.
-    feasible_P = group_sums(times_MC[:, base], part_M, len(limit_P)) <= limit_P
-    plain_M = np.where(feasible_P[part_M], base, best_M)
-    plain_M = top_up(times_MC, gains_MC, plain_M, part_M, limit_P)
-    gain_P, plain_P = (group_sums(pick(gains_MC, choice_M), part_M, len(limit_P)) for choice_M in (best_M, plain_M))
-    return np.where((plain_P > gain_P)[part_M], plain_M, best_M)
+    fits_P = group_sums(times_MC[:, base], part_M, len(limit_P)) <= limit_P
+    more_P = group_sums(gains_MC[:, base] - pick(gains_MC, best_M), part_M, len(limit_P)) > 0.0
+    return top_up(times_MC, gains_MC, np.where((fits_P & more_P)[part_M], base, best_M), part_M, limit_P)

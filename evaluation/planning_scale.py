@@ -2,7 +2,8 @@
 
     OPENBLAS_NUM_THREADS=1 .venv/bin/python evaluation/planning_scale.py --json evaluation/results/planning_scale.json
 
-Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  Medians
+Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  The planner's
+lines hold what a training step costs: looking up the step's lengths and curves, and with them its budgets.  Medians
 over the repeats after a warm-up: elapsed time, and the process's CPU time, which other processes disturb less.
 """
 
@@ -28,6 +29,7 @@ from rich.table import Table
 from hf_sparsebalance import DensityCurve, LatencyPredictor, plan_batches, tune_sparsity
 from hf_sparsebalance.density import TOP_P_GRID
 from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow, ProfileContext, SparsePoint
+from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.tuning import ANCHORS, SCOPES, MicroBatch
 
 MAX_LENGTH = 32_768
@@ -65,6 +67,36 @@ def predictor() -> LatencyPredictor:
     return LatencyPredictor(LatencyProfile(context, tuple(rows), 5e-4, 1e-3, 0.2, 0.3))
 
 
+def trained_planner(lengths: list[int], num_ranks: int, num_slots: int, known: LatencyPredictor) -> Planner:
+    """A planner in random order, with a curve of its own for every sample of its first step."""
+    settings = PlanSettings(
+        batching="random",
+        num_ranks=num_ranks,
+        num_slots=num_slots,
+        batch_size=1,
+        seed=0,
+        window=1,
+        max_tokens=None,
+        base_top_p=BASE_TOP_P,
+        tolerance=TOLERANCE,
+        anchor="optimal",
+        scope="rank",
+        block_size=known.profile.context.block_size,
+        refit=True,
+    )
+    planner = Planner(settings, lengths, known)
+    for slots in planner.batches(0).steps[0]:
+        for samples in slots:
+            for sample in samples:
+                planner.curves.observe(sample, lengths[sample], peaked_curve(1.0 + sample % 5))
+    return planner
+
+
+def peaked_curve(sharpness: float) -> DensityCurve:
+    """Density p ** sharpness."""
+    return DensityCurve.from_measured(TOP_P_GRID, [p**sharpness for p in TOP_P_GRID])
+
+
 def timed(work: Callable[[], object], repeats: int) -> dict[str, float]:
     work()
     elapsed, cpu = [], []
@@ -98,8 +130,7 @@ def main() -> int:
     micro_batches = []
     for rank in range(num_ranks):
         for slot in range(num_slots):
-            sharpness = rng.uniform(1.0, 6.0)
-            curve = DensityCurve.from_measured(TOP_P_GRID, [p**sharpness for p in TOP_P_GRID])
+            curve = peaked_curve(rng.uniform(1.0, 6.0))
             micro_batches.append(MicroBatch(rank, slot, (rng.choice(lengths),), (curve,)))
     options = {"base_top_p": BASE_TOP_P, "tolerance": TOLERANCE}
     for anchor in ANCHORS:
@@ -107,6 +138,15 @@ def main() -> int:
             choice = {"anchor": anchor, "scope": scope}
             spent = timed(lambda choice=choice: tune_sparsity(micro_batches, known, **options, **choice), args.repeats)
             rows.append({"what": "tune_sparsity", "num_ranks": num_ranks, "num_slots": num_slots, **choice, **spent})
+    planner = trained_planner(lengths, num_ranks, num_slots, known)
+    for what, work in (
+        ("Planner.micro_batches", lambda: planner.micro_batches(0, 0)),
+        ("Planner.budgets", lambda: planner.budgets(0, 0)),
+    ):
+        choice = {"anchor": planner.settings.anchor, "scope": planner.settings.scope}
+        rows.append(
+            {"what": what, "num_ranks": num_ranks, "num_slots": num_slots, **choice, **timed(work, args.repeats)}
+        )
     if args.json:
         document = {
             "program": "planning_scale",

@@ -39,7 +39,9 @@ from hf_sparsebalance.workloads import DENSITY_PRIORS, make_workload, read_curve
 
 def find_runs(folder: Path) -> list[Path]:
     """The run folder itself, or all runs below a folder."""
-    found = sorted(path.parent for path in folder.rglob("run.json")) if not (folder / "run.json").exists() else [folder]
+    found = (
+        sorted(path.parent for path in folder.rglob("run.json")) if not (folder / "run.json").exists() else [folder]
+    )
     if not found:
         raise UserError(f"{folder} holds no run: give a folder with run.json, or one above such folders")
     return found

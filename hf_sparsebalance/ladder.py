@@ -14,7 +14,19 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Booleans", "Floats", "Indices", "Ladder", "fastest", "group_sums", "last", "pareto", "pick", "top_up", "trim"]
+__all__ = [
+    "Booleans",
+    "Floats",
+    "Indices",
+    "Ladder",
+    "fastest",
+    "group_sums",
+    "last",
+    "pareto",
+    "pick",
+    "top_up",
+    "trim",
+]
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.intp]

@@ -34,7 +34,9 @@ def optimal(times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, sum
         choice_M = _least_largest_sum(ladder, times_MC, gains_MC, plain_M, group_M, num_groups, target)
     else:
         choice_M = _least_sum_of_slowest(times_MC, gains_MC, group_M, num_groups, target)
-    before_ms, after_ms = (_group_ms(times_MC, chosen_M, group_M, num_groups, sums) for chosen_M in (plain_M, choice_M))
+    before_ms, after_ms = (
+        _group_ms(times_MC, chosen_M, group_M, num_groups, sums) for chosen_M in (plain_M, choice_M)
+    )
     if _step_ms(after_ms, sums) > _step_ms(before_ms, sums):
         choice_M, after_ms = plain_M, before_ms
     if sums:

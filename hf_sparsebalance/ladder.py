@@ -32,6 +32,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.intp]
 Booleans: TypeAlias = NDArray[np.bool_]
 
+_TILE = 512  # items looked at together: intermediate results stay in the cache
 _ON_THE_LINE = 1e-9  # relative difference of two slopes that are one
 
 
@@ -91,10 +92,10 @@ class Ladder:
     def __init__(self, times_MC: Floats, gains_MC: Floats, group_M: Indices, num_groups: int) -> None:
         # An option under the line between two others is under the hull whether these stay or not, so all such options
         # go at once: first those under their neighbours', nearly all, then of what is left until none is.
-        wanted_MC = np.ones(times_MC.shape, dtype=bool)
-        with np.errstate(invalid="ignore"):  # differences of infinite times: such options are left out anyway
-            wanted_MC[:, 1:-1] = ~_under(np.diff(times_MC), np.diff(gains_MC))
-        item_H, option_H = pareto(times_MC, gains_MC, wanted_MC)
+        tiles = range(0, len(times_MC), _TILE)
+        found = [_above_neighbours(times_MC[at : at + _TILE], gains_MC[at : at + _TILE]) for at in tiles]
+        item_H = np.concatenate([items + at for at, (items, _) in zip(tiles, found, strict=True)])
+        option_H = np.concatenate([options for _, options in found])
         time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
         stays = np.zeros(1)
         while not stays.all():
@@ -215,26 +216,27 @@ def top_up(times_MC: Floats, gains_MC: Floats, choice_M: Indices, group_M: Indic
 def trim(times_MC: Floats, gains_MC: Floats, choice_M: Indices, target: float) -> Indices:
     """Lower items, largest saving of time first, while the total gain still reaches the target."""
     choice_M = choice_M.copy()
-    time_M, gain_M = pick(times_MC, choice_M), pick(gains_MC, choice_M)
-    lowered: Indices = choice_M
-    while len(lowered):  # what is gained by a faster option of more gain may let others follow: look again
+    while True:
+        time_M, gain_M = pick(times_MC, choice_M), pick(gains_MC, choice_M)
         spare = gain_M.sum() - target
-        item_H, option_H = _entries((times_MC < time_M[:, None]) & (gains_MC >= (gain_M - spare)[:, None]))
-        time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
-        lowered = item_H
-        while len(item_H):
-            saved_H, lost_H = time_M[item_H] - time_H, gain_M[item_H] - gain_H
-            best = _largest(saved_H, item_H, len(choice_M))
-            best = best[_descending(saved_H[best])]
-            # As many as fit together, the largest saving always among them.
-            fit = max(1, int(np.searchsorted(np.cumsum(np.maximum(lost_H[best], 0.0)), spare, side="right")))
-            taken = best[:fit]
-            items = item_H[taken]
-            choice_M[items], time_M[items], gain_M[items] = option_H[taken], time_H[taken], gain_H[taken]
-            spare = gain_M.sum() - target
-            stays = (time_H < time_M[item_H]) & (gain_H >= gain_M[item_H] - spare)
-            item_H, option_H, time_H, gain_H = (each[stays] for each in (item_H, option_H, time_H, gain_H))
-    return choice_M
+        option_M = np.where(gains_MC >= (gain_M - spare)[:, None], times_MC, np.inf).argmin(axis=1)
+        saved_M, lost_M = time_M - pick(times_MC, option_M), gain_M - pick(gains_MC, option_M)
+        lowered = np.flatnonzero(saved_M > 0.0)
+        if not len(lowered):
+            return choice_M
+        lowered = lowered[_descending(saved_M[lowered])]
+        # As many as fit together, the largest saving always among them.
+        fit = np.searchsorted(np.cumsum(np.maximum(lost_M[lowered], 0.0)), spare, side="right")
+        lowered = lowered[: max(1, int(fit))]
+        choice_M[lowered] = option_M[lowered]
+
+
+def _above_neighbours(times_MC: Floats, gains_MC: Floats) -> tuple[Indices, Indices]:
+    """The options of `pareto` that are not under the line between their item's options before and after."""
+    wanted_MC = np.ones(times_MC.shape, dtype=bool)
+    with np.errstate(invalid="ignore"):  # differences of infinite times: `pareto` leaves such options out anyway
+        wanted_MC[:, 1:-1] = ~_under(np.diff(times_MC), np.diff(gains_MC))
+    return pareto(times_MC, gains_MC, wanted_MC)
 
 
 def _under(more_ms_V: Floats, more_gain_V: Floats) -> Booleans:

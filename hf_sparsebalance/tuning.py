@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -169,9 +170,9 @@ def _times_ms(
     micro_batches: Sequence[MicroBatch], predictor: LatencyPredictor, budgets_C: Floats
 ) -> tuple[Floats, Floats]:
     """[micro-batch, candidate] predicted time, the last candidate p = 1 by the dense kernel; tokens of each."""
-    lengths_N = np.array([length for m in micro_batches for length in m.lengths], dtype=np.float64)
+    lengths_N = np.fromiter(chain.from_iterable([m.lengths for m in micro_batches]), np.float64)
     first_M = np.cumsum([0, *[len(m.lengths) for m in micro_batches[:-1]]])
-    attention_NC = densities([curve for m in micro_batches for curve in m.curves], budgets_C)
+    attention_NC = densities(list(chain.from_iterable([m.curves for m in micro_batches])), budgets_C)
     # A few documents at a time, in place: intermediate results stay in the cache.
     for start in range(0, len(lengths_N), _TILE):
         tile = slice(start, start + _TILE)

@@ -179,7 +179,9 @@ def _times_ms(
         forward_TC, backward_TC = predictor.attention_ms(lengths_N[tile, None], attention_NC[tile])
         np.add(forward_TC, backward_TC, out=attention_NC[tile])
     attention_NC[:, -1] = predictor.attention_ms(lengths_N, 1.0, dense=True).sum(axis=0)
-    times_MC: Floats = np.add.reduceat(attention_NC, first_M, axis=0)
+    # One document each needs no sums.
+    single = len(lengths_N) == len(micro_batches)
+    times_MC: Floats = attention_NC if single else np.add.reduceat(attention_NC, first_M, axis=0)
     constant_ms, tokens_M = predictor.linear(0).total_ms, np.add.reduceat(lengths_N, first_M)
     times_MC += constant_ms + (predictor.linear(1).total_ms - constant_ms) * tokens_M[:, None]
     return times_MC, tokens_M

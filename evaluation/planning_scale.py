@@ -2,9 +2,9 @@
 
     OPENBLAS_NUM_THREADS=1 .venv/bin/python evaluation/planning_scale.py --json evaluation/results/planning_scale.json
 
-Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  The planner's
-lines hold what a training step costs: looking up the step's lengths and curves, and with them its budgets.  Medians
-over the repeats after a warm-up: elapsed time, and the process's CPU time, which other processes disturb less.
+Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  Before a step
+is tuned its micro-batches' curves are looked up: that has a line of its own.  Medians over the repeats after a
+warm-up: elapsed time, and the process's CPU time, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_sparsebalance import DensityCurve, LatencyPredictor, plan_batches, tune_sparsity
-from hf_sparsebalance.density import TOP_P_GRID
+from hf_sparsebalance.density import TOP_P_GRID, CurveStore
 from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow, ProfileContext, SparsePoint
-from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.tuning import ANCHORS, SCOPES, MicroBatch
 
 MAX_LENGTH = 32_768
@@ -65,31 +64,6 @@ def predictor() -> LatencyPredictor:
         versions={},
     )
     return LatencyPredictor(LatencyProfile(context, tuple(rows), 5e-4, 1e-3, 0.2, 0.3))
-
-
-def trained_planner(lengths: list[int], num_ranks: int, num_slots: int, known: LatencyPredictor) -> Planner:
-    """A planner in random order, with a curve of its own for every sample of its first step."""
-    settings = PlanSettings(
-        batching="random",
-        num_ranks=num_ranks,
-        num_slots=num_slots,
-        batch_size=1,
-        seed=0,
-        window=1,
-        max_tokens=None,
-        base_top_p=BASE_TOP_P,
-        tolerance=TOLERANCE,
-        anchor="optimal",
-        scope="rank",
-        block_size=known.profile.context.block_size,
-        refit=True,
-    )
-    planner = Planner(settings, lengths, known)
-    for slots in planner.batches(0).steps[0]:
-        for samples in slots:
-            for sample in samples:
-                planner.curves.observe(sample, lengths[sample], peaked_curve(1.0 + sample % 5))
-    return planner
 
 
 def peaked_curve(sharpness: float) -> DensityCurve:
@@ -138,15 +112,19 @@ def main() -> int:
             choice = {"anchor": anchor, "scope": scope}
             spent = timed(lambda choice=choice: tune_sparsity(micro_batches, known, **options, **choice), args.repeats)
             rows.append({"what": "tune_sparsity", "num_ranks": num_ranks, "num_slots": num_slots, **choice, **spent})
-    planner = trained_planner(lengths, num_ranks, num_slots, known)
-    for what, work in (
-        ("Planner.micro_batches", lambda: planner.micro_batches(0, 0)),
-        ("Planner.budgets", lambda: planner.budgets(0, 0)),
-    ):
-        choice = {"anchor": planner.settings.anchor, "scope": planner.settings.scope}
-        rows.append(
-            {"what": what, "num_ranks": num_ranks, "num_slots": num_slots, **choice, **timed(work, args.repeats)}
-        )
+    store = CurveStore(known.profile.context.block_size)
+    for sample, m in enumerate(micro_batches):
+        store.observe(sample, m.num_tokens, m.curves[0])
+
+    def look_up() -> list[MicroBatch]:
+        found = [
+            (m.rank, m.slot, m.lengths, store.lookup(sample, m.num_tokens)) for sample, m in enumerate(micro_batches)
+        ]
+        return [MicroBatch(rank, slot, packed, (curve,)) for rank, slot, packed, curve in found]
+
+    rows.append(
+        {"what": "curves of a step", "num_ranks": num_ranks, "num_slots": num_slots, **timed(look_up, args.repeats)}
+    )
     if args.json:
         document = {
             "program": "planning_scale",
@@ -159,7 +137,11 @@ def main() -> int:
         Path(args.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     table = Table("what", "ranks x micro-batches", "how", "ms", "CPU ms")
     for row in rows:
-        how = f"window {row['window']}" if "window" in row else f"{row['anchor']}, {row['scope']}"
+        how = (
+            f"window {row['window']}"
+            if "window" in row
+            else ", ".join(row[k] for k in ("anchor", "scope") if k in row)
+        )
         figures = (f"{row['median_ms']:.1f}", f"{row['median_cpu_ms']:.1f}")
         table.add_row(row["what"], f"{row['num_ranks']} x {row['num_slots']}", how, *figures)
     Console(width=None if sys.stdout.isatty() else 119).print(table)

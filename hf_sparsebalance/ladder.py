@@ -97,11 +97,11 @@ class Ladder:
         item_H = np.concatenate([items + at for at, (items, _) in zip(tiles, found, strict=True)])
         option_H = np.concatenate([options for _, options in found])
         time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
-        stays = np.zeros(1)
+        stays = np.zeros(1, dtype=bool)
         while not stays.all():
             stays = np.ones(len(item_H), dtype=bool)
             stays[1:-1] = ~(_under(np.diff(time_H), np.diff(gain_H)) & (item_H[:-2] == item_H[2:]))
-            item_H, option_H, time_H, gain_H = (each[stays] for each in (item_H, option_H, time_H, gain_H))
+            item_H, option_H, time_H, gain_H = item_H[stays], option_H[stays], time_H[stays], gain_H[stays]
         first = np.append(True, item_H[1:] != item_H[:-1])
         self.start_M: Indices = option_H[first]
         moves = np.flatnonzero(~first)
@@ -183,14 +183,6 @@ class Ladder:
         return choice_M
 
 
-def _descending(values: Floats) -> Indices:
-    """Order from the largest to the smallest value, equal ones in the order given."""
-    order = np.argsort(-values)  # several times faster than a stable sort, which is seldom needed
-    if (np.diff(values[order]) == 0.0).any():
-        order = np.argsort(-values, kind="stable")
-    return order
-
-
 def top_up(times_MC: Floats, gains_MC: Floats, choice_M: Indices, group_M: Indices, limit_G: Floats) -> Indices:
     """Raise single items, in each group the largest gain first, while the group's total still fits."""
     choice_M = choice_M.copy()
@@ -205,11 +197,14 @@ def top_up(times_MC: Floats, gains_MC: Floats, choice_M: Indices, group_M: Indic
     item_H, option_H = _entries((times_MC <= room_M()[:, None]) & (gains_MC > gain_M[:, None]))
     time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
     while len(item_H):
-        winners = _largest(gain_H - gain_M[item_H], group_M[item_H], len(limit_G))
+        more_H, group_H, most_G = gain_H - gain_M[item_H], group_M[item_H], np.zeros(len(limit_G))
+        np.maximum.at(most_G, group_H, more_H)
+        winners = np.flatnonzero(more_H == most_G[group_H])
+        winners = winners[np.unique(group_H[winners], return_index=True)[1]]  # one in each group
         raised = item_H[winners]
         choice_M[raised], time_M[raised], gain_M[raised] = option_H[winners], time_H[winners], gain_H[winners]
         stays = (time_H <= room_M()[item_H]) & (gain_H > gain_M[item_H])
-        item_H, option_H, time_H, gain_H = (each[stays] for each in (item_H, option_H, time_H, gain_H))
+        item_H, option_H, time_H, gain_H = item_H[stays], option_H[stays], time_H[stays], gain_H[stays]
     return choice_M
 
 
@@ -245,15 +240,6 @@ def _under(more_ms_V: Floats, more_gain_V: Floats) -> Booleans:
         more_gain_V[..., :-1] * more_ms_V[..., 1:] <= (1 + _ON_THE_LINE) * more_gain_V[..., 1:] * more_ms_V[..., :-1]
     )
     return under
-
-
-def _largest(value_H: Floats, group_H: Indices, num_groups: int) -> Indices:
-    """Where each group that occurs has its largest value, of equal ones the first."""
-    most_G = np.full(num_groups, -np.inf)
-    np.maximum.at(most_G, group_H, value_H)
-    winners = np.flatnonzero(value_H == most_G[group_H])
-    first: Indices = winners[np.unique(group_H[winners], return_index=True)[1]]
-    return first
 
 
 def _descending(values: Floats) -> Indices:

@@ -38,7 +38,7 @@ DENSITIES = (0.03, 0.06, 0.12, 0.25, 0.5, 0.8)
 QUICK_DENSITIES = (0.06, 0.25, 0.6)
 LINEAR_TOKENS = (256, 512, 1024, 2048)
 ROUNDS = 3
-# A point that takes longer is measured in the warm-up round and the first one only: it averages over seconds by itself.
+# A point that takes longer is measured twice, without a warm-up: it averages over much time by itself.
 LONG_S = 0.5
 # A density whose point would take longer, by the one of half its length, may be left out: time is a line in density.
 TOO_LONG_S = 2.0
@@ -163,25 +163,26 @@ def measure_profile(
     seen: list[list[list[float]]] = [[] for _ in points]
     took_s: dict[Point, float] = {}
     try:
-        for turn in range((ROUNDS + 1) * len(points)):
-            round_number, number = divmod(turn, len(points))
-            point = points[number]
-            if is_due(request, point, round_number, took_s):
-                for mine in tasks:
-                    mine.put((number, round_number == 0))
-                values = [_next_result(results, workers) for _ in workers]
-                took_s.setdefault(
-                    point, max(forward_ms + backward_ms for _, forward_ms, backward_ms, _ in values) / 1e3
-                )
-                if round_number or took_s[point] > LONG_S:
-                    seen[number].append([statistics.fmean(column) for column in zip(*values, strict=True)])
-            if progress is not None:
-                progress(turn + 1, (ROUNDS + 1) * len(points))
+        for round_number in range(ROUNDS + 1):
+            order = list(range(len(points)))
+            if round_number:  # mixed, as in training, where lengths change from one micro-batch to the next
+                random.Random(round_number).shuffle(order)
+            for done, number in enumerate(order, start=round_number * len(points) + 1):
+                point = points[number]
+                if is_due(request, point, round_number, took_s):
+                    for mine in tasks:
+                        mine.put((number, round_number == 0))
+                    values = [_next_result(results, workers) for _ in workers]
+                    took_s.setdefault(point, max(each[1] + each[2] for each in values) / 1000.0)
+                    if round_number or took_s[point] > LONG_S:
+                        seen[number].append([statistics.fmean(column) for column in zip(*values, strict=True)])
+                if progress is not None:
+                    progress(done, (ROUNDS + 1) * len(points))
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
-    points, seen = zip(*[(point, rows) for point, rows in zip(points, seen, strict=True) if rows], strict=True)
+    points, seen = [point for point in points if point in took_s], [rows for rows in seen if rows]
     # Over the rounds the median, as one of them may have stalled; of two the faster one.
     medians = [[statistics.median_low(column) for column in zip(*rows, strict=True)] for rows in seen]
     profile = _assemble(request, points, medians)

@@ -2,8 +2,9 @@
 
     OPENBLAS_NUM_THREADS=1 .venv/bin/python evaluation/planning_scale.py --json evaluation/results/planning_scale.json
 
-Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  Medians
-over the repeats after a warm-up: elapsed time, and the process's CPU time, which other processes disturb less.
+Lengths are lognormal, every sample has a density curve of its own, and the profile follows a formula.  Before a step
+is tuned its micro-batches' curves are looked up: that has a line of its own.  Medians over the repeats after a
+warm-up: elapsed time, and the process's CPU time, which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_sparsebalance import DensityCurve, LatencyPredictor, plan_batches, tune_sparsity
-from hf_sparsebalance.density import TOP_P_GRID
+from hf_sparsebalance.density import TOP_P_GRID, CurveStore
 from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow, ProfileContext, SparsePoint
 from hf_sparsebalance.tuning import ANCHORS, SCOPES, MicroBatch
 
@@ -65,6 +66,11 @@ def predictor() -> LatencyPredictor:
     return LatencyPredictor(LatencyProfile(context, tuple(rows), 5e-4, 1e-3, 0.2, 0.3))
 
 
+def peaked_curve(sharpness: float) -> DensityCurve:
+    """Density p ** sharpness."""
+    return DensityCurve.from_measured(TOP_P_GRID, [p**sharpness for p in TOP_P_GRID])
+
+
 def timed(work: Callable[[], object], repeats: int) -> dict[str, float]:
     work()
     elapsed, cpu = [], []
@@ -98,8 +104,7 @@ def main() -> int:
     micro_batches = []
     for rank in range(num_ranks):
         for slot in range(num_slots):
-            sharpness = rng.uniform(1.0, 6.0)
-            curve = DensityCurve.from_measured(TOP_P_GRID, [p**sharpness for p in TOP_P_GRID])
+            curve = peaked_curve(rng.uniform(1.0, 6.0))
             micro_batches.append(MicroBatch(rank, slot, (rng.choice(lengths),), (curve,)))
     options = {"base_top_p": BASE_TOP_P, "tolerance": TOLERANCE}
     for anchor in ANCHORS:
@@ -107,6 +112,19 @@ def main() -> int:
             choice = {"anchor": anchor, "scope": scope}
             spent = timed(lambda choice=choice: tune_sparsity(micro_batches, known, **options, **choice), args.repeats)
             rows.append({"what": "tune_sparsity", "num_ranks": num_ranks, "num_slots": num_slots, **choice, **spent})
+    store = CurveStore(known.profile.context.block_size)
+    for sample, m in enumerate(micro_batches):
+        store.observe(sample, m.num_tokens, m.curves[0])
+
+    def look_up() -> list[MicroBatch]:
+        found = [
+            (m.rank, m.slot, m.lengths, store.lookup(sample, m.num_tokens)) for sample, m in enumerate(micro_batches)
+        ]
+        return [MicroBatch(rank, slot, packed, (curve,)) for rank, slot, packed, curve in found]
+
+    rows.append(
+        {"what": "curves of a step", "num_ranks": num_ranks, "num_slots": num_slots, **timed(look_up, args.repeats)}
+    )
     if args.json:
         document = {
             "program": "planning_scale",
@@ -119,7 +137,11 @@ def main() -> int:
         Path(args.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     table = Table("what", "ranks x micro-batches", "how", "ms", "CPU ms")
     for row in rows:
-        how = f"window {row['window']}" if "window" in row else f"{row['anchor']}, {row['scope']}"
+        how = (
+            f"window {row['window']}"
+            if "window" in row
+            else ", ".join(row[k] for k in ("anchor", "scope") if k in row)
+        )
         figures = (f"{row['median_ms']:.1f}", f"{row['median_cpu_ms']:.1f}")
         table.add_row(row["what"], f"{row['num_ranks']} x {row['num_slots']}", how, *figures)
     Console(width=None if sys.stdout.isatty() else 119).print(table)

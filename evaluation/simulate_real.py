@@ -1,14 +1,17 @@
-"""Predict the total time of runs that were measured, from their lengths and plan, and print the error.
+"""Predict the total time of runs that were measured, from their profile and plan alone, and print the error.
 
-    .venv/bin/python evaluation/simulate_real.py runs/balanced --profile profile.json
+    .venv/bin/python evaluation/simulate_real.py runs/compare_balance --json evaluation/results/simulate_real.json
 
-A run folder holds run.json and balance.jsonl, as `sparsebalance train` writes them.  Of each micro-batch only the
-lengths of its documents and its budget are read; densities come from a prior, or from a curves file.  Where
-micro-batches are packed, --lengths gives the length of each document by its number, one a line.
+A run folder holds run.json and balance.jsonl, as `sparsebalance train` writes them; a folder that holds none itself
+is searched for runs.  The profile is the nearest profile.json in a folder above the run, or --profile.  Of each
+micro-batch only its rank, its slot, the lengths of its documents and its budget are read: nothing that was measured in
+the run.  Densities come from a prior (by default that of a gate without preferences, which the planner starts from
+too; that is what a random model's are), or from a curves file.  Where micro-batches are packed, --lengths gives the
+length of each document by its number, one a line.
 
-Two predictions, of the steps after the first --warmup: from the profile alone, and after the two scales of the
-predictor and the constant part of a step (gradient sync, optimizer, data) were fitted to the warm-up steps, as
-training does.  The error of each is that of the summed step time.
+Predicted and measured are sums of step times over all steps.  With --warmup N the first N steps are left out, and a
+second prediction is made after the two scales of the predictor and the constant part of a step (gradient sync,
+optimizer, data) were fitted to them, as training does.
 """
 
 from __future__ import annotations
@@ -34,9 +37,29 @@ from hf_sparsebalance import Latency, LatencyPredictor, LatencyProfile, UserErro
 from hf_sparsebalance.workloads import DENSITY_PRIORS, make_workload, read_curves
 
 
-def predict(folder: str, args: argparse.Namespace) -> dict[str, Any]:
+def find_runs(folder: Path) -> list[Path]:
+    """The run folder itself, or all runs below a folder."""
+    found = (
+        sorted(path.parent for path in folder.rglob("run.json")) if not (folder / "run.json").exists() else [folder]
+    )
+    if not found:
+        raise UserError(f"{folder} holds no run: give a folder with run.json, or one above such folders")
+    return found
+
+
+def profile_of(run: Path, args: argparse.Namespace) -> Path:
+    """--profile, or the nearest profile.json above the run."""
+    nearest = (parent / "profile.json" for parent in (run, *run.resolve().parents))
+    found = args.profile or next((path for path in nearest if path.exists()), None)
+    if found is None:
+        raise UserError(f"no profile.json above {run}: give --profile FILE, as sparsebalance profile wrote it")
+    return Path(found)
+
+
+def predict(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Measured and predicted total of one run, seconds."""
-    run, profile = read_run(folder), LatencyProfile.load(args.profile)
+    run, profile_path = read_run(folder), profile_of(folder, args)
+    profile = LatencyProfile.load(profile_path)
     if len(run.steps) <= args.warmup:
         raise UserError(f"{folder} has {len(run.steps)} steps: more than --warmup {args.warmup} are needed")
     curves = read_curves(json.loads(Path(args.curves).read_text()), f"--curves {args.curves}") if args.curves else []
@@ -77,18 +100,19 @@ def predict(folder: str, args: argparse.Namespace) -> dict[str, Any]:
     alone_s = sum(step_ms(plain)[after]) / 1000.0
     trained_s = sum(ms + constant_ms for ms in step_ms(fitted)[after]) / 1000.0
     return {
-        "run": run.name,
+        "run": str(folder),
+        "profile": str(profile_path),
         "steps": len(measured_ms[after]),
         "measured_s": total_s,
-        "profile_s": alone_s,
-        "profile_error": alone_s / total_s - 1.0,
-        "refit_s": trained_s,
-        "refit_error": trained_s / total_s - 1.0,
+        "predicted_s": alone_s,
+        "error": alone_s / total_s - 1.0,
+        "refit_s": trained_s if args.warmup else None,
+        "refit_error": trained_s / total_s - 1.0 if args.warmup else None,
         "attention_scale": fitted.attention_scale,
         "linear_scale": fitted.linear_scale,
         "constant_ms": constant_ms,
         "measured_step_ms": measured_ms,
-        "predicted_step_ms": [ms + constant_ms for ms in step_ms(fitted)],
+        "predicted_step_ms": step_ms(plain),
     }
 
 
@@ -114,41 +138,48 @@ def lengths_of(documents: Sequence[int], tokens: int, by_number: Sequence[int] |
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("runs", nargs="+", help="run folders")
-    add("--profile", required=True, help="written by sparsebalance profile")
+    add("runs", nargs="+", type=Path, help="run folders, or folders above them")
+    add("--profile", help="written by sparsebalance profile (default: the nearest profile.json above the run)")
     add("--lengths", help="file with one document length (tokens) per line, in the order of the data")
-    add("--density", default="trained", choices=DENSITY_PRIORS, help="how sparse the documents are")
+    add("--density", default="uniform", choices=DENSITY_PRIORS, help="how sparse the documents are")
     add("--curves", help="JSON file of measured density curves instead")
-    add("--warmup", type=int, default=3, help="first steps, which are left out and fitted to")
+    add("--warmup", type=int, default=0, help="first steps, which are left out and fitted to")
     add("--json", nargs="?", const="-", metavar="PATH", help="write JSON; without PATH to stdout")
     args = parser.parse_args(arguments)
     try:
-        rows = [predict(folder, args) for folder in args.runs]
+        rows = [predict(run, args) for folder in args.runs for run in find_runs(folder)]
     except (ValueError, OSError) as error:
         print(f"simulate_real: error: {error}", file=sys.stderr)
         return 2
+    errors = [abs(row["error"]) for row in rows]
+    summary = {"runs": len(rows), "mean_error": statistics.fmean(errors), "largest_error": max(errors)}
     document = {
         "command": f"python {shlex.join(sys.argv)}",
         "settings": vars(args),
+        "summary": summary,
         "runs": rows,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {"python": platform.python_version(), "numpy": numpy.__version__, "torch": torch.__version__},
     }
     if args.json == "-":
-        print(json.dumps(document, indent=2))
+        print(json.dumps(document, indent=2, default=str))
         return 0
     if args.json:
-        Path(args.json).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    table = Table(
-        "run", "steps", "measured s", "profile alone", "error", "refitted", "error", title="predicted totals"
-    )
+        Path(args.json).write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+    refitted = ("refitted s", "error") if args.warmup else ()
+    table = Table("run", "steps", "measured s", "predicted s", "error", *refitted, title="predicted totals")
     for row in rows:
-        seconds = [f"{row['measured_s']:.3f}"]
-        for name in ("profile", "refit"):
-            seconds += [f"{row[f'{name}_s']:.3f}", f"{row[f'{name}_error']:+.1%}"]
-        table.add_row(row["run"], str(row["steps"]), *seconds)
-    Console(width=None if sys.stdout.isatty() else 119).print(table)
+        cells = [f"{row['measured_s']:.3f}", f"{row['predicted_s']:.3f}", f"{row['error']:+.1%}"]
+        if args.warmup:
+            cells += [f"{row['refit_s']:.3f}", f"{row['refit_error']:+.1%}"]
+        table.add_row(row["run"], str(row["steps"]), *cells)
+    console = Console(width=None if sys.stdout.isatty() else 119)
+    console.print(table)
+    console.print(
+        f"{summary['runs']} runs, {args.density if not args.curves else 'measured'} densities: mean error "
+        f"{summary['mean_error']:.1%}, largest {summary['largest_error']:.1%}"
+    )
     return 0
 
 

@@ -116,14 +116,11 @@ def densities(curves: Sequence[DensityCurve], p: NDArray[np.float64]) -> NDArray
     grid = curves[0].top_p
     if any(curve.top_p is not grid and curve.top_p != grid for curve in curves):
         return np.array([curve.at_many(p) for curve in curves])
-    points_NG = np.zeros((len(curves), len(grid) + 1))
-    values = chain.from_iterable(curve.density for curve in curves)
-    points_NG[:, 1:] = np.fromiter(values, np.float64, len(curves) * len(grid)).reshape(len(curves), len(grid))
-    grid_G = np.array((0.0, *grid))
-    lower_C = np.clip(np.searchsorted(grid_G, p, side="right") - 1, 0, len(grid) - 1)
-    share_C = (p - grid_G[lower_C]) / (grid_G[lower_C + 1] - grid_G[lower_C])
-    low_NC, high_NC = points_NG[:, lower_C], points_NG[:, lower_C + 1]
-    density_NC: NDArray[np.float64] = low_NC + share_C * (high_NC - low_NC)
+    values = chain.from_iterable([curve.density for curve in curves])
+    density_NG = np.fromiter(values, np.float64, len(curves) * len(grid)).reshape(len(curves), len(grid))
+    # Linear interpolation as a product: a budget's weights on the grid are two, and the origin's is no matter.
+    weights_GC = np.array([np.interp(p, (0.0, *grid), (0.0, *unit)) for unit in np.eye(len(grid))])
+    density_NC: NDArray[np.float64] = density_NG @ weights_GC
     return density_NC
 
 

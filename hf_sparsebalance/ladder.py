@@ -14,11 +14,26 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Booleans", "Floats", "Indices", "Ladder", "fastest", "group_sums", "pareto", "pick", "top_up", "trim"]
+__all__ = [
+    "Booleans",
+    "Floats",
+    "Indices",
+    "Ladder",
+    "fastest",
+    "group_sums",
+    "last",
+    "pareto",
+    "pick",
+    "top_up",
+    "trim",
+]
 
 Floats: TypeAlias = NDArray[np.float64]
 Indices: TypeAlias = NDArray[np.intp]
 Booleans: TypeAlias = NDArray[np.bool_]
+
+_TILE = 512  # items looked at together: intermediate results stay in the cache
+_ON_THE_LINE = 1e-9  # relative difference of two slopes that are one
 
 
 def pick(values_MC: Floats, choice_M: Indices) -> Floats:
@@ -34,22 +49,36 @@ def group_sums(values_M: Floats, group_M: Indices, num_groups: int) -> Floats:
 
 def fastest(times_MC: Floats) -> Indices:
     """Each item's fastest option, of equally fast ones that of most gain."""
-    last: Indices = times_MC.shape[1] - 1 - times_MC[:, ::-1].argmin(axis=1)
-    return last
+    return last(times_MC == times_MC.min(axis=1, keepdims=True))
 
 
-def pareto(times_MC: Floats, gains_MC: Floats) -> Booleans:
-    """Options that no other one of their item beats in gain without costing more time; along them both rise.
+def last(fits_MC: Booleans) -> Indices:
+    """Each item's last option that fits: the one of most gain; where none fits, the last of all."""
+    option_M: Indices = fits_MC.shape[1] - 1 - fits_MC[:, ::-1].argmax(axis=1)
+    return option_M
 
-    An option with infinite time is never among them.
+
+def pareto(times_MC: Floats, gains_MC: Floats, wanted_MC: Booleans | None = None) -> tuple[Indices, Indices]:
+    """(item, option) of the options that no other one of their item beats in gain without costing more time.
+
+    Of these only the wanted ones (default: all). Sorted by item; along the options of one both time and gain rise. One
+    with infinite time is never among them.
     """
-    later_MC = np.full_like(times_MC, np.inf)
-    later_MC[:, :-1] = np.minimum.accumulate(times_MC[:, :0:-1], axis=1)[:, ::-1]
-    kept: Booleans = times_MC < later_MC
+    later_MC = np.empty_like(times_MC)
+    later_MC[:, -1] = np.inf
+    np.minimum.accumulate(times_MC[:, :0:-1], axis=1, out=later_MC[:, -2::-1])
+    kept_MC = times_MC < later_MC
+    item_H, option_H = _entries(kept_MC if wanted_MC is None else kept_MC & wanted_MC)
     # Of options with one gain only the first, which is the fastest of those left, can stay.
-    best_MC = np.maximum.accumulate(np.where(kept, gains_MC, -np.inf), axis=1)
-    kept[:, 1:] &= gains_MC[:, 1:] > best_MC[:, :-1]
-    return kept
+    gain_H = gains_MC[item_H, option_H]
+    more_H = (np.diff(gain_H, prepend=-np.inf) > 0.0) | (np.diff(item_H, prepend=-1) > 0)
+    return item_H[more_H], option_H[more_H]
+
+
+def _entries(chosen_MC: Booleans) -> tuple[Indices, Indices]:
+    """`np.nonzero`, faster where much is chosen."""
+    item_H = np.repeat(np.arange(len(chosen_MC)), np.count_nonzero(chosen_MC, axis=1))
+    return item_H, np.flatnonzero(chosen_MC.ravel()) - chosen_MC.shape[1] * item_H
 
 
 class Ladder:
@@ -61,26 +90,27 @@ class Ladder:
     """
 
     def __init__(self, times_MC: Floats, gains_MC: Floats, group_M: Indices, num_groups: int) -> None:
-        item_H, option_H = np.nonzero(pareto(times_MC, gains_MC))
+        # An option under the line between two others is under the hull whether these stay or not, so all such options
+        # go at once: first those under their neighbours', nearly all, then of what is left until none is.
+        tiles = range(0, len(times_MC), _TILE)
+        found = [_above_neighbours(times_MC[at : at + _TILE], gains_MC[at : at + _TILE]) for at in tiles]
+        item_H = np.concatenate([items + at for at, (items, _) in zip(tiles, found, strict=True)])
+        option_H = np.concatenate([options for _, options in found])
         time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
-        # An option under the line between its two neighbours is under the hull whether these stay or not, so all such
-        # options go at once, until none is left.
-        while len(item_H) > 2:
-            left, here, right = slice(None, -2), slice(1, -1), slice(2, None)
-            rise_H, run_H = gain_H[here] - gain_H[left], time_H[here] - time_H[left]
-            under = rise_H * (time_H[right] - time_H[left]) <= (gain_H[right] - gain_H[left]) * run_H
+        stays = np.zeros(1, dtype=bool)
+        while not stays.all():
             stays = np.ones(len(item_H), dtype=bool)
-            stays[here] = ~((item_H[left] == item_H[right]) & under)
-            if stays.all():
-                break
+            stays[1:-1] = ~(_under(np.diff(time_H), np.diff(gain_H)) & (item_H[:-2] == item_H[2:]))
             item_H, option_H, time_H, gain_H = item_H[stays], option_H[stays], time_H[stays], gain_H[stays]
         first = np.append(True, item_H[1:] != item_H[:-1])
         self.start_M: Indices = option_H[first]
         moves = np.flatnonzero(~first)
         more_ms, more_gain = time_H[moves] - time_H[moves - 1], gain_H[moves] - gain_H[moves - 1]
         slope = more_gain / more_ms
-        order = np.argsort(-slope, kind="stable")
-        order = order[np.argsort(group_M[item_H[moves[order]]], kind="stable")]
+        order = _descending(slope)
+        # Of the smallest integers that hold them: those are sorted in linear time.
+        groups = group_M.astype(np.min_scalar_type(num_groups))
+        order = order[np.argsort(groups[item_H[moves[order]]], kind="stable")]
         self._item_V: Indices = item_H[moves[order]]
         self._option_V: Indices = option_H[moves[order]]
         self._slope_V, self._more_gain_V = slope[order], more_gain[order]
@@ -143,7 +173,7 @@ class Ladder:
     def best_moves(self, moves_G: Indices, target: float) -> Indices:
         """Option of each item after the best gain per time of all groups' first moves, until the gain is enough."""
         moves = np.flatnonzero(self._number_V < moves_G[self._group_V])
-        moves = moves[np.argsort(-self._slope_V[moves], kind="stable")]
+        moves = moves[_descending(self._slope_V[moves])]
         gain = self._total_gain[self._first_G].sum() + np.cumsum(self._more_gain_V[moves])
         return self._made(moves[: int(np.searchsorted(gain, target)) + 1])
 
@@ -156,22 +186,25 @@ class Ladder:
 def top_up(times_MC: Floats, gains_MC: Floats, choice_M: Indices, group_M: Indices, limit_G: Floats) -> Indices:
     """Raise single items, in each group the largest gain first, while the group's total still fits."""
     choice_M = choice_M.copy()
-    live = np.arange(len(choice_M))
-    while len(live):
-        spare_G = limit_G - group_sums(pick(times_MC, choice_M), group_M, len(limit_G))
-        now_L = choice_M[live]
-        times_LC, gains_LC = times_MC[live], gains_MC[live]
-        within_L = pick(times_LC, now_L) + spare_G[group_M[live]]
-        option_L = np.where(times_LC <= within_L[:, None], gains_LC, -np.inf).argmax(axis=1)
-        more_L = np.where(pick(times_LC, option_L) <= within_L, pick(gains_LC, option_L) - pick(gains_LC, now_L), 0.0)
-        most_G = np.zeros(len(limit_G))
-        np.maximum.at(most_G, group_M[live], more_L)
-        winners = np.flatnonzero((more_L > 0.0) & (more_L == most_G[group_M[live]]))
-        groups, first = np.unique(group_M[live[winners]], return_index=True)
-        choice_M[live[winners[first]]] = option_L[winners[first]]
-        raised_G = np.zeros(len(limit_G), dtype=bool)
-        raised_G[groups] = True
-        live = live[raised_G[group_M[live]]]
+    time_M, gain_M = pick(times_MC, choice_M), pick(gains_MC, choice_M)
+
+    def room_M() -> Floats:
+        """The most time that each item may take while the others stay: it never grows when one of them is raised."""
+        spare_G = limit_G - group_sums(time_M, group_M, len(limit_G))
+        room: Floats = time_M + spare_G[group_M]
+        return room
+
+    item_H, option_H = _entries((times_MC <= room_M()[:, None]) & (gains_MC > gain_M[:, None]))
+    time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
+    while len(item_H):
+        more_H, group_H, most_G = gain_H - gain_M[item_H], group_M[item_H], np.zeros(len(limit_G))
+        np.maximum.at(most_G, group_H, more_H)
+        winners = np.flatnonzero(more_H == most_G[group_H])
+        winners = winners[np.unique(group_H[winners], return_index=True)[1]]  # one in each group
+        raised = item_H[winners]
+        choice_M[raised], time_M[raised], gain_M[raised] = option_H[winners], time_H[winners], gain_H[winners]
+        stays = (time_H <= room_M()[item_H]) & (gain_H > gain_M[item_H])
+        item_H, option_H, time_H, gain_H = item_H[stays], option_H[stays], time_H[stays], gain_H[stays]
     return choice_M
 
 
@@ -179,17 +212,39 @@ def trim(times_MC: Floats, gains_MC: Floats, choice_M: Indices, target: float) -
     """Lower items, largest saving of time first, while the total gain still reaches the target."""
     choice_M = choice_M.copy()
     while True:
-        now_ms, now_gain = pick(times_MC, choice_M), pick(gains_MC, choice_M)
-        spare = now_gain.sum() - target
-        saved_MC = np.where(now_gain[:, None] - gains_MC <= spare, now_ms[:, None] - times_MC, 0.0)
-        option_M = saved_MC.argmax(axis=1)
-        saved_M, lost_M = pick(saved_MC, option_M), now_gain - pick(gains_MC, option_M)
-        order = np.argsort(-saved_M, kind="stable")
-        order = order[saved_M[order] > 0.0]
-        # As many as fit together, the largest saving always among them.
-        lowered = order[np.cumsum(np.maximum(lost_M[order], 0.0)) <= spare]
-        if not len(order):
-            return choice_M
+        time_M, gain_M = pick(times_MC, choice_M), pick(gains_MC, choice_M)
+        spare = gain_M.sum() - target
+        option_M = np.where(gains_MC >= (gain_M - spare)[:, None], times_MC, np.inf).argmin(axis=1)
+        saved_M, lost_M = time_M - pick(times_MC, option_M), gain_M - pick(gains_MC, option_M)
+        lowered = np.flatnonzero(saved_M > 0.0)
         if not len(lowered):
-            lowered = order[:1]
+            return choice_M
+        lowered = lowered[_descending(saved_M[lowered])]
+        # As many as fit together, the largest saving always among them.
+        fit = np.searchsorted(np.cumsum(np.maximum(lost_M[lowered], 0.0)), spare, side="right")
+        lowered = lowered[: max(1, int(fit))]
         choice_M[lowered] = option_M[lowered]
+
+
+def _above_neighbours(times_MC: Floats, gains_MC: Floats) -> tuple[Indices, Indices]:
+    """The options of `pareto` that are not under the line between their item's options before and after."""
+    wanted_MC = np.ones(times_MC.shape, dtype=bool)
+    with np.errstate(invalid="ignore"):  # differences of infinite times: `pareto` leaves such options out anyway
+        wanted_MC[:, 1:-1] = ~_under(np.diff(times_MC), np.diff(gains_MC))
+    return pareto(times_MC, gains_MC, wanted_MC)
+
+
+def _under(more_ms_V: Floats, more_gain_V: Floats) -> Booleans:
+    """Whether the option between two moves is under, or but for rounding on, the line that spans both moves."""
+    under: Booleans = (
+        more_gain_V[..., :-1] * more_ms_V[..., 1:] <= (1 + _ON_THE_LINE) * more_gain_V[..., 1:] * more_ms_V[..., :-1]
+    )
+    return under
+
+
+def _descending(values: Floats) -> Indices:
+    """Order from the largest to the smallest value, equal ones in the order given."""
+    order = np.argsort(-values)  # several times faster than a stable sort, which is seldom needed
+    if (np.diff(values[order]) == 0.0).any():
+        order = np.argsort(-values, kind="stable")
+    return order

@@ -5,8 +5,9 @@
 forward and backward apart (arXiv 2604.13847 profiles one layer as a proxy too). `sparsebalance profile`
 writes the table, `LatencyProfile` holds it, `LatencyPredictor` reads it. Between profiled lengths time follows the
 power law through the two neighbours (a straight line in log length and log time: exact for t = c L^e, where a line in
-plain time would overestimate a quadratic by up to 25% between lengths that differ by 2); between densities it is
-linear. Pure numpy; a prediction for n documents costs O(n log rows).
+plain time would overestimate a quadratic by up to 25% between lengths that differ by 2), at every density profiled
+with either of them; between these densities it is linear. So a document's time over its density is a line of a dozen
+pieces, made once for all its budgets. Pure numpy; O(lengths * profiled densities + predictions * log densities).
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hf_sparsebalance.latency_profile import LatencyProfile
+from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow
 
 __all__ = ["Latency", "LatencyPredictor"]
 
 _TINY_MS = 1e-12  # keeps the logarithm finite where a table holds 0
+_PARTS = ("forward_ms", "backward_ms")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +60,41 @@ class LatencyPredictor:
     profile: LatencyProfile
     attention_scale: float = 1.0
     linear_scale: float = 1.0
+    # E the ends of an interval between two neighbouring lengths, I the interval, K its knots: both rows' densities.
     _log_lengths_R: NDArray[np.float64] = field(init=False, repr=False, compare=False)
     _densities_D: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    _sparse_2RD: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    _dense_2R: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _knots_IK: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _piece_ID: NDArray[np.intp] = field(init=False, repr=False, compare=False)
+    _log_sparse_E2IK: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _log_dense_E2I: NDArray[np.float64] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         rows = self.profile.attention
-        # All rows on the union of their density grids: exact for piecewise linear rows, and it lets one gather serve
-        # documents of any length at once.
-        densities_D = np.array(sorted({point.density for row in rows for point in row.points}))
-        sparse = [
-            [
-                _line([p.density for p in row.points], [getattr(p, name) for p in row.points], densities_D)
-                for row in rows
-            ]
-            for name in ("forward_ms", "backward_ms")
+        pairs = list(pairwise(rows))
+        own = [sorted({point.density for row in pair for point in row.points}) for pair in pairs]
+        width = max(2, *map(len, own))
+        # Knots beyond an interval's own make all equally many; no piece that ends there is ever taken.
+        knots_IK = np.array([[*knots, *(knots[-1] + i for i in range(1, width - len(knots) + 1))] for knots in own])
+        densities_D = np.array(sorted(set().union(*own)))
+        # Which piece of an interval's line holds a density, from how many of all densities lie below it.
+        piece_ID = [
+            np.clip(np.searchsorted(knots, [-1.0, *densities_D], side="right") - 1, 0, max(0, len(knots) - 2))
+            for knots in own
         ]
-        dense = [[row.dense_forward_ms for row in rows], [row.dense_backward_ms for row in rows]]
-        object.__setattr__(self, "_log_lengths_R", np.log([row.length for row in rows]))
-        object.__setattr__(self, "_densities_D", densities_D)
-        object.__setattr__(self, "_sparse_2RD", np.array(sparse))
-        object.__setattr__(self, "_dense_2R", np.array(dense))
+        sparse = [
+            [[_line(pair[end], name, at) for pair, at in zip(pairs, knots_IK, strict=True)] for name in _PARTS]
+            for end in (0, 1)
+        ]
+        dense = [[[getattr(pair[end], f"dense_{name}") for pair in pairs] for name in _PARTS] for end in (0, 1)]
+        for name, value in (
+            ("_log_lengths_R", np.log([row.length for row in rows])),
+            ("_densities_D", densities_D),
+            ("_knots_IK", knots_IK),
+            ("_piece_ID", np.array(piece_ID)),
+            ("_log_sparse_E2IK", np.log(np.maximum(sparse, _TINY_MS))),
+            ("_log_dense_E2I", np.log(np.maximum(dense, _TINY_MS))),
+        ):
+            object.__setattr__(self, name, value)
 
     def attention_ms(self, lengths: ArrayLike, densities: ArrayLike, dense: ArrayLike = False) -> NDArray[np.float64]:
         """Attention of all layers for many documents at once.
@@ -98,20 +114,33 @@ class LatencyPredictor:
         shape = np.broadcast_shapes(lengths_X.shape, densities_X.shape)
         lengths_X = lengths_X.reshape((1,) * (len(shape) - lengths_X.ndim) + lengths_X.shape)
         log_X = np.log(lengths_X)
-        upper_X = np.clip(np.searchsorted(self._log_lengths_R, log_X), 1, len(self._log_lengths_R) - 1)
-        lower_X = upper_X - 1
-        time_2X = self._power_law(log_X, lower_X, upper_X, self._dense_2R[:, lower_X], self._dense_2R[:, upper_X])
-        if not np.all(dense):
-            low_2X, high_2X = self._sparse_rows(lower_X, densities_X)
-            sparse_2X = self._power_law(log_X, lower_X, upper_X, low_2X, high_2X)
-            context = self.profile.context
-            dense_X = (lengths_X <= context.block_size) | np.asarray(dense)
-            if dense_X.any():
-                sparse_2X = np.where(dense_X, time_2X, sparse_2X)
-            always_dense = context.num_dense_layers / context.num_layers
-            time_2X = always_dense * time_2X + (1.0 - always_dense) * sparse_2X if always_dense else sparse_2X
-        scaled: NDArray[np.float64] = time_2X * (self.attention_scale * self.profile.context.num_layers)
-        return np.broadcast_to(scaled, (2, *shape))
+        interval_X = np.clip(np.searchsorted(self._log_lengths_R, log_X), 1, len(self._log_lengths_R) - 1) - 1
+        span_X = np.diff(self._log_lengths_R)[interval_X]
+        reach_X = (log_X - self._log_lengths_R[interval_X]) / span_X
+        context = self.profile.context
+        scale = self.attention_scale * context.num_layers
+        dense_2X = scale * _power_law(self._log_dense_E2I[:, :, interval_X], reach_X, span_X)
+        if np.all(dense):
+            return np.broadcast_to(dense_2X, (2, *shape))
+        # A length's line over density: the power law at each knot.
+        sparse_2XK = scale * _power_law(self._log_sparse_E2IK[:, :, interval_X], reach_X[..., None], span_X[..., None])
+        dense_2X1, short_X1 = dense_2X[..., None], (lengths_X <= context.block_size)[..., None]
+        share = context.num_dense_layers / context.num_layers
+        line_2XK = np.where(short_X1, dense_2X1, share * dense_2X1 + (1.0 - share) * sparse_2XK)
+        at_XK = self._knots_IK[interval_X]
+        slope_2XP = np.diff(line_2XK) / np.diff(at_XK)
+        start_2XP = line_2XK[..., :-1] - slope_2XP * at_XK[..., :-1]
+        # The piece of its length's line that holds each density, and the density's place on it.
+        cell_X = np.searchsorted(self._densities_D, densities_X) + self._piece_ID.shape[1] * interval_X
+        piece_X = self._piece_ID.take(cell_X)
+        piece_X += slope_2XP.shape[-1] * np.arange(lengths_X.size).reshape(lengths_X.shape)
+        times_2X: NDArray[np.float64] = slope_2XP.reshape(2, -1).take(piece_X, axis=1)
+        times_2X *= densities_X
+        times_2X += start_2XP.reshape(2, -1).take(piece_X, axis=1)
+        np.maximum(times_2X, 0.0, out=times_2X)
+        if np.any(dense):
+            np.copyto(times_2X, dense_2X, where=np.asarray(dense))
+        return times_2X
 
     def document(self, length: int, density: float, dense: bool = False) -> Latency:
         """Attention of all layers for one document of `length` tokens.
@@ -187,48 +216,17 @@ class LatencyPredictor:
         attention_scale, linear_scale = (min(max(scale, 0.25), 4.0) for scale in scales)
         return LatencyPredictor(self.profile, attention_scale, linear_scale)
 
-    def _sparse_rows(
-        self, lower_X: NDArray[np.intp], density_X: NDArray[np.float64]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Times at a density in the table's rows `lower_X` and the next ones, each [2, *shape]."""
-        grid_D = self._densities_D
-        num_rows, num_points = self._sparse_2RD.shape[1:]
-        flat_2P = self._sparse_2RD.reshape(2, num_rows * num_points)
-        if num_points == 1:
-            return flat_2P[:, lower_X], flat_2P[:, lower_X + 1]
-        point_X = np.clip(np.searchsorted(grid_D, density_X), 1, num_points - 1)
-        weight_X = (density_X - grid_D[point_X - 1]) / (grid_D[point_X] - grid_D[point_X - 1])
-        at_X = lower_X * num_points + point_X
 
-        def row(at_X: NDArray[np.intp]) -> NDArray[np.float64]:
-            left_2X = flat_2P.take(at_X - 1, axis=1)
-            times_2X = flat_2P.take(at_X, axis=1)
-            times_2X -= left_2X
-            times_2X *= weight_X
-            times_2X += left_2X
-            return np.maximum(times_2X, 0.0, out=times_2X)
-
-        return row(at_X), row(at_X + num_points)
-
-    def _power_law(
-        self,
-        log_X: NDArray[np.float64],
-        lower_X: NDArray[np.intp],
-        upper_X: NDArray[np.intp],
-        low_2X: NDArray[np.float64],
-        high_2X: NDArray[np.float64],
-    ) -> NDArray[np.float64]:
-        log_low_2X, log_high_2X = np.log(np.maximum(low_2X, _TINY_MS)), np.log(np.maximum(high_2X, _TINY_MS))
-        start_X = self._log_lengths_R[lower_X]
-        exponent_2X = (log_high_2X - log_low_2X) / (self._log_lengths_R[upper_X] - start_X)
-        # Outside the table noise in the last two rows would be multiplied: attention grows between L^0 and L^3.
-        above_X = log_X > self._log_lengths_R[-1]
-        outside_X = (log_X < self._log_lengths_R[0]) | above_X
-        if outside_X.any():
-            exponent_2X = np.where(outside_X, np.clip(exponent_2X, 0.0, 3.0), exponent_2X)
-            log_low_2X = np.where(above_X, log_high_2X, log_low_2X)
-            start_X = np.where(above_X, self._log_lengths_R[upper_X], start_X)
-        return np.exp(log_low_2X + exponent_2X * (log_X - start_X))
+def _power_law(
+    log_ms_EX: NDArray[np.float64], reach_X: NDArray[np.float64], span_X: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Time between two rows of log times, `reach` of the way in log length, `span` apart; on beyond 0 and 1."""
+    low_X, high_X = log_ms_EX
+    rise_X, inside_X = high_X - low_X, np.clip(reach_X, 0.0, 1.0)
+    # Outside the table noise in the last two rows would be multiplied: attention grows between L^0 and L^3.
+    beyond_X = np.clip(rise_X, 0.0, 3.0 * span_X) * (reach_X - inside_X)
+    times_X: NDArray[np.float64] = np.exp(low_X + rise_X * inside_X + beyond_X)
+    return times_X
 
 
 _MIN_OBSERVATIONS = 8
@@ -275,12 +273,13 @@ def _biweight(residual_N: NDArray[np.float64]) -> NDArray[np.float64]:
     return weights
 
 
-def _line(xs: Sequence[float], ys: Sequence[float], at: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Piecewise linear through (xs, ys), its end pieces prolonged, never negative; constant for one point."""
-    if len(xs) == 1:
-        return np.full(len(at), ys[0])
-    x, y = np.asarray(xs), np.asarray(ys)
+def _line(row: LengthRow, name: str, at: NDArray[np.float64]) -> NDArray[np.float64]:
+    """A row's times, piecewise linear through its points, the end pieces prolonged; constant for one point."""
+    x = np.array([point.density for point in row.points])
+    y = np.array([getattr(point, name) for point in row.points])
+    if len(x) == 1:
+        return np.full(len(at), y[0])
     upper = np.clip(np.searchsorted(x, at), 1, len(x) - 1)
     slope = (y[upper] - y[upper - 1]) / (x[upper] - x[upper - 1])
-    values: NDArray[np.float64] = np.maximum(y[upper - 1] + slope * (at - x[upper - 1]), 0.0)
+    values: NDArray[np.float64] = y[upper - 1] + slope * (at - x[upper - 1])
     return values

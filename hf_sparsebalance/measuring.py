@@ -1,8 +1,8 @@
-"""What one measuring process of ``sparsebalance profile`` runs: every point in turn, in step with the others."""
+"""What one measuring process of ``sparsebalance profile`` runs: the points it is told, in step with the others."""
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.queues
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency_profile import ProfileContext
 from sparsebalance_kernels import block_sparse_attention
 
-# A point is repeated within a round until it has run so long.
+# A point is repeated within a round until it has run so long; warming up, it runs once.
 SECONDS_PER_POINT = 0.05
 QUICK_SECONDS_PER_POINT = 0.01
 # Generous: the longest point at 128K dense on one CPU thread takes minutes.
@@ -43,28 +43,30 @@ class ModelPoint:
 
 
 Point: TypeAlias = AttentionPoint | ModelPoint
-# (round, number of the point, [density, forward_ms, backward_ms, flops], or the message of a UserError).
-Result: TypeAlias = tuple[int, int, "list[float] | str"]
+# (number of the point, whether it only warms up).
+Task: TypeAlias = tuple[int, bool]
+# [density, forward_ms, backward_ms, flops], or the message of a UserError.
+Result: TypeAlias = "list[float] | str"
 
 
 def run_worker(
     config: PreTrainedConfig,
     context: ProfileContext,
     points: Sequence[Point],
-    rounds: int,
     quick: bool,
     rank: int,
     barrier: Barrier,
+    tasks: multiprocessing.queues.SimpleQueue[Task],
     results: multiprocessing.Queue[Result],
 ) -> None:
-    """Measure every point once to warm up (round 0) and once in each round; sends each result."""
+    """Measure the points whose numbers come in, without end; sends each result."""
     try:
         worker = _Worker(config, context, QUICK_SECONDS_PER_POINT if quick else SECONDS_PER_POINT, rank, barrier)
-        for round_number in range(rounds + 1):
-            for number, point in enumerate(points):
-                results.put((round_number, number, worker.measure(point, warm_up=round_number == 0)))
+        while True:
+            number, warm_up = tasks.get()
+            results.put(worker.measure(points[number], warm_up))
     except UserError as error:
-        results.put((0, 0, str(error)))
+        results.put(str(error))
 
 
 class _Worker:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_sparsebalance.ladder import Floats, Indices, Ladder, group_sums, pareto, pick, top_up, trim
+from hf_sparsebalance.ladder import Floats, Indices, Ladder, group_sums, last, pareto, pick, top_up, trim
 
 __all__ = ["optimal", "optimal_pipelined"]
 
@@ -30,20 +30,22 @@ def optimal(times_MC: Floats, gains_MC: Floats, base: int, group_M: Indices, sum
     target = float(gains_MC[:, base].sum()) * (1 - 1e-12)
     plain_M = np.full(len(times_MC), base)
     if sums:
-        choice_M = _least_largest_sum(times_MC, gains_MC, plain_M, group_M, num_groups, target)
+        ladder = Ladder(times_MC, gains_MC, group_M, num_groups)
+        choice_M = _least_largest_sum(ladder, times_MC, gains_MC, plain_M, group_M, num_groups, target)
     else:
         choice_M = _least_sum_of_slowest(times_MC, gains_MC, group_M, num_groups, target)
-    if _step_ms(times_MC, choice_M, group_M, num_groups, sums) > _step_ms(
-        times_MC, plain_M, group_M, num_groups, sums
-    ):
-        choice_M = plain_M
+    before_ms, after_ms = (
+        _group_ms(times_MC, chosen_M, group_M, num_groups, sums) for chosen_M in (plain_M, choice_M)
+    )
+    if _step_ms(after_ms, sums) > _step_ms(before_ms, sums):
+        choice_M, after_ms = plain_M, before_ms
     if sums:
-        part_M, cap_P = group_M, np.full(num_groups, _group_ms(times_MC, choice_M, group_M, num_groups, sums).max())
+        part_M, cap_P = group_M, np.full(num_groups, after_ms.max())
     else:
-        part_M = np.arange(len(times_MC))
-        cap_P = _group_ms(times_MC, choice_M, group_M, num_groups, sums)[group_M]
-    choice_M = _least_work(times_MC, gains_MC, choice_M, part_M, cap_P, target)
-    return choice_M, _step_ms(times_MC, choice_M, group_M, num_groups, sums)
+        part_M, cap_P = np.arange(len(times_MC)), after_ms[group_M]
+        ladder = Ladder(np.where(times_MC <= cap_P[:, None], times_MC, np.inf), gains_MC, part_M, len(cap_P))
+    choice_M = _least_work(ladder, times_MC, gains_MC, choice_M, part_M, cap_P, target)
+    return choice_M, _step_ms(_group_ms(times_MC, choice_M, group_M, num_groups, sums), sums)
 
 
 def optimal_pipelined(
@@ -64,15 +66,18 @@ def optimal_pipelined(
         return float((group_sums(time_M, rank_M, num_ranks) + waits).max()) / num_stages
 
     even_M = _least_sum_of_slowest(times_MC, gains_MC, together_M, 1, target)
-    light_M = _least_largest_sum(times_MC, gains_MC, plain_M, rank_M, num_ranks, target)
+    ladder = Ladder(times_MC, gains_MC, rank_M, num_ranks)
+    light_M = _least_largest_sum(ladder, times_MC, gains_MC, plain_M, rank_M, num_ranks, target)
     trials = [plain_M, even_M, light_M]
     for cap_ms in np.linspace(pick(times_MC, even_M).max(), pick(times_MC, light_M).max(), _CAPS)[:-1]:
         capped_MC = np.where(times_MC <= cap_ms * (1 + 1e-12), times_MC, np.inf)
-        trials.append(_least_largest_sum(capped_MC, gains_MC, even_M, rank_M, num_ranks, target))
+        ladder = Ladder(capped_MC, gains_MC, rank_M, num_ranks)
+        trials.append(_least_largest_sum(ladder, capped_MC, gains_MC, even_M, rank_M, num_ranks, target))
     choice_M = min(trials, key=step_ms)
     capped_MC = np.where(times_MC <= pick(times_MC, choice_M).max(), times_MC, np.inf)
     cap_P = np.full(num_ranks, group_sums(pick(times_MC, choice_M), rank_M, num_ranks).max())
-    choice_M = _least_work(capped_MC, gains_MC, choice_M, rank_M, cap_P, target)
+    ladder = Ladder(capped_MC, gains_MC, rank_M, num_ranks)
+    choice_M = _least_work(ladder, capped_MC, gains_MC, choice_M, rank_M, cap_P, target)
     return choice_M, step_ms(choice_M)
 
 
@@ -84,8 +89,7 @@ def _group_ms(times_MC: Floats, choice_M: Indices, group_M: Indices, num_groups:
     return slowest_G
 
 
-def _step_ms(times_MC: Floats, choice_M: Indices, group_M: Indices, num_groups: int, sums: bool) -> float:
-    group_ms = _group_ms(times_MC, choice_M, group_M, num_groups, sums)
+def _step_ms(group_ms: Floats, sums: bool) -> float:
     return float(group_ms.max() if sums else group_ms.sum())
 
 
@@ -93,18 +97,23 @@ def _least_sum_of_slowest(
     times_MC: Floats, gains_MC: Floats, group_M: Indices, num_groups: int, target: float
 ) -> Indices:
     """Least sum of slot times: each slot is an item whose options are its possible times (one slot: exact)."""
-    item_H, option_H = np.nonzero(pareto(times_MC, gains_MC))
-    time_H, gain_H = times_MC[item_H, option_H], gains_MC[item_H, option_H]
-    first = np.append(True, item_H[1:] != item_H[:-1])
-    more_H = np.where(first, gain_H, gain_H - np.append(0.0, gain_H[:-1]))
+    # No slot is faster than its slowest micro-batch at its fastest.  Most others are within that at any budget.
+    floor_G = np.zeros(num_groups)
+    np.maximum.at(floor_G, group_M, times_MC.min(axis=1))
+    gain_M = pick(gains_MC, last(times_MC <= floor_G[group_M][:, None]))
+    slow = np.flatnonzero(times_MC.max(axis=1) > floor_G[group_M])
+    item_H, option_H = pareto(times_MC[slow], gains_MC[slow])
+    time_H, gain_H = times_MC[slow[item_H], option_H], gains_MC[slow[item_H], option_H]
+    group_H, more_H = group_M[slow[item_H]], np.diff(gain_H, prepend=0.0)
+    beyond = time_H > floor_G[group_H]  # never an item's first option, so that `more` is against its own
     slots = []
     for group in range(num_groups):
-        members = np.flatnonzero(group_M[item_H] == group)
+        members = np.flatnonzero(beyond & (group_H == group))
         members = members[np.argsort(time_H[members], kind="stable")]
-        limits, last = np.unique(time_H[members][::-1], return_index=True)
-        gain_L = np.cumsum(more_H[members])[len(members) - 1 - last]
-        fits_all = limits >= time_H[members[first[members]]].max()
-        slots.append((limits[fits_all], gain_L[fits_all]))
+        limits = np.append(floor_G[group], time_H[members])
+        gain_L = gain_M[group_M == group].sum() + np.append(0.0, np.cumsum(more_H[members]))
+        final = np.append(np.diff(limits) > 0.0, True)  # of equal times all count
+        slots.append((limits[final], gain_L[final]))
     width = max(len(limits) for limits, _ in slots)
     limits_GL = np.array([np.pad(limits, (0, width - len(limits)), mode="edge") for limits, _ in slots])
     gains_GL = np.array([np.pad(gains, (0, width - len(gains)), mode="edge") for _, gains in slots])
@@ -115,19 +124,22 @@ def _least_sum_of_slowest(
         moves += 1  # a running total may differ from the sum by rounding
         limit_G = ladder.after(np.array([moves]))
     limit_G = trim(limits_GL, gains_GL, limit_G, target)
-    fits_MC = times_MC <= pick(limits_GL, limit_G)[group_M][:, None]
-    choice_M: Indices = np.where(fits_MC, gains_MC, -1.0).argmax(axis=1)
-    return choice_M
+    return last(times_MC <= pick(limits_GL, limit_G)[group_M][:, None])
 
 
 def _least_largest_sum(
-    times_MC: Floats, gains_MC: Floats, plain_M: Indices, group_M: Indices, num_groups: int, target: float
+    ladder: Ladder,
+    times_MC: Floats,
+    gains_MC: Floats,
+    plain_M: Indices,
+    group_M: Indices,
+    num_groups: int,
+    target: float,
 ) -> Indices:
     """Least T such that ranks filled up to T reach the target: by fractions of moves, whole ones, topped up.
 
     `plain_M`, which reaches the target, is the answer where nothing better is found.
     """
-    ladder = Ladder(times_MC, gains_MC, group_M, num_groups)
     least = float(ladder.start_ms_G.max())
     high = max(least, float(group_sums(pick(times_MC, plain_M), group_M, num_groups).max()))
 
@@ -136,7 +148,7 @@ def _least_largest_sum(
         return top_up(times_MC, gains_MC, ladder.after(ladder.moves_within(limit_G)), group_M, limit_G)
 
     def bisect(low: float, high: float, relaxed: bool) -> tuple[float, float]:
-        for _ in range(50):
+        while high - low > 0.1 * _SETTLED * high:
             middle = (low + high) / 2
             if ladder.gain_within(np.full(num_groups, middle), relaxed=relaxed) >= target:
                 high = middle
@@ -163,20 +175,20 @@ def _least_largest_sum(
 
 
 def _least_work(
-    times_MC: Floats, gains_MC: Floats, choice_M: Indices, part_M: Indices, cap_P: Floats, target: float
+    ladder: Ladder,
+    times_MC: Floats,
+    gains_MC: Floats,
+    choice_M: Indices,
+    part_M: Indices,
+    cap_P: Floats,
+    target: float,
 ) -> Indices:
     """Less total time without raising any part above its cap; the given choice, trimmed, where that is not found."""
     cap_P = cap_P * (1 + 1e-12)
-    allowed_MC = np.where(times_MC <= cap_P[part_M][:, None], times_MC, np.inf)
-    ladder = Ladder(allowed_MC, gains_MC, part_M, len(cap_P))
-    fits_G = ladder.moves_within(cap_P)
     # Of all moves that fit their part, the best gain per time first, until the target is reached.
-    cheap_M = ladder.best_moves(fits_G, target)
+    cheap_M = ladder.best_moves(ladder.moves_within(cap_P), target)
     if pick(gains_MC, cheap_M).sum() < target:
         cheap_M = top_up(times_MC, gains_MC, cheap_M, part_M, cap_P)
-    trimmed_M = trim(times_MC, gains_MC, choice_M, target)
-    if pick(gains_MC, cheap_M).sum() >= target:
-        cheap_M = trim(times_MC, gains_MC, cheap_M, target)
-        if pick(times_MC, cheap_M).sum() < pick(times_MC, trimmed_M).sum():
-            return cheap_M
-    return trimmed_M
+    if pick(gains_MC, cheap_M).sum() >= target and pick(times_MC, cheap_M).sum() < pick(times_MC, choice_M).sum():
+        choice_M = cheap_M
+    return trim(times_MC, gains_MC, choice_M, target)

@@ -3,13 +3,14 @@
 Attention is measured per (length, density) for one layer, everything else on the whole model with short documents,
 reduced to a time per token and a constant.  As many processes run side by side as training will have: they share the
 host's memory bandwidth and caches, and a lone process would look faster than training is.  All points are measured in
-turn, several times over, so that a slow minute of the machine hits none of them alone.
+turn, several times over, so that a slow minute of the machine hits none of them alone.  Nearly all of the time goes to
+the longest documents: those points need no warm-up, are measured twice, and every second density is left out.
 """
 
 from __future__ import annotations
 
 import math
-import multiprocessing
+import multiprocessing.queues
 import os
 import platform
 import queue
@@ -29,7 +30,7 @@ from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.latency_profile import LatencyProfile, LengthRow, ProfileContext, SparsePoint
-from hf_sparsebalance.measuring import WAIT_S, AttentionPoint, ModelPoint, Point, Result, run_worker
+from hf_sparsebalance.measuring import WAIT_S, AttentionPoint, ModelPoint, Point, Result, Task, run_worker
 from hf_sparsebalance.prediction_error import HeldOut
 from sparsebalance_kernels.checks import choose_backend
 
@@ -37,6 +38,10 @@ DENSITIES = (0.03, 0.06, 0.12, 0.25, 0.5, 0.8)
 QUICK_DENSITIES = (0.06, 0.25, 0.6)
 LINEAR_TOKENS = (256, 512, 1024, 2048)
 ROUNDS = 3
+# A point that takes longer is measured twice, without a warm-up: it averages over much time by itself.
+LONG_S = 0.5
+# A density whose point would take longer, by the one of half its length, may be left out: time is a line in density.
+TOO_LONG_S = 2.0
 HELD_OUT = 24
 QUICK_HELD_OUT = 8
 
@@ -139,36 +144,47 @@ def measure_profile(
         UserError: the model cannot attend sparsely, or a process died (out of memory, for instance).
     """
     context = request.context
-    points = [*_points(request), *(_held_out_points(request) if validate else ())]
+    points = [*points_of(request), *(_held_out_points(request) if validate else ())]
     spawn = multiprocessing.get_context("spawn")
     barrier = spawn.Barrier(context.num_processes)
     results: multiprocessing.Queue[Result] = spawn.Queue()
+    tasks: list[multiprocessing.queues.SimpleQueue[Task]] = [spawn.SimpleQueue() for _ in range(context.num_processes)]
     workers = [
         spawn.Process(
             target=run_worker,
-            args=(request.config, context, points, ROUNDS, request.quick, rank, barrier, results),
+            args=(request.config, context, points, request.quick, rank, barrier, mine, results),
             daemon=True,
         )
-        for rank in range(context.num_processes)
+        for rank, mine in enumerate(tasks)
     ]
     for worker in workers:
         worker.start()
+    # Values of all processes, round after round, and how long each point took at first.
+    seen: list[list[list[float]]] = [[] for _ in points]
+    took_s: dict[Point, float] = {}
     try:
-        # [point][column] -> values of all processes and rounds; the first round warms up.
-        seen: list[list[list[float]]] = [[] for _ in points]
-        total = len(points) * (ROUNDS + 1)
-        for done in range(total * len(workers)):
-            round_number, number, values = _next_result(results, workers)
-            if round_number:
-                seen[number].append(values)
-            if progress is not None:
-                progress((done + 1) // len(workers), total)
+        for round_number in range(ROUNDS + 1):
+            order = list(range(len(points)))
+            if round_number:  # mixed, as in training, where lengths change from one micro-batch to the next
+                random.Random(round_number).shuffle(order)
+            for done, number in enumerate(order, start=round_number * len(points) + 1):
+                point = points[number]
+                if is_due(request, point, round_number, took_s):
+                    for mine in tasks:
+                        mine.put((number, round_number == 0))
+                    values = [_next_result(results, workers) for _ in workers]
+                    took_s.setdefault(point, max(each[1] + each[2] for each in values) / 1000.0)
+                    if round_number or took_s[point] > LONG_S:
+                        seen[number].append([statistics.fmean(column) for column in zip(*values, strict=True)])
+                if progress is not None:
+                    progress(done, (ROUNDS + 1) * len(points))
     finally:
         for worker in workers:
             worker.terminate()
             worker.join()
-    # Over the rounds the median, as one of them may have stalled.
-    medians = [[statistics.median(column) for column in zip(*rows, strict=True)] for rows in seen]
+    points, seen = [point for point in points if point in took_s], [rows for rows in seen if rows]
+    # Over the rounds the median, as one of them may have stalled; of two the faster one.
+    medians = [[statistics.median_low(column) for column in zip(*rows, strict=True)] for rows in seen]
     profile = _assemble(request, points, medians)
     held_out = [
         HeldOut(
@@ -184,6 +200,23 @@ def measure_profile(
     return profile, held_out
 
 
+def is_due(request: ProfileRequest, point: Point, round_number: int, took_s: dict[Point, float]) -> bool:
+    """Whether a point is measured in a round (0: the warm-up), from how long the points before it took at first."""
+    if round_number:
+        return point in took_s and (round_number == 1 or took_s[point] <= LONG_S)
+    if not isinstance(point, AttentionPoint) or point.top_p not in _densities(request)[1::2]:
+        return True
+    lengths = _lengths(request)
+    before = lengths[max(lengths.index(point.length) - 1, 0)]
+    # One block has no such points; elsewhere a shorter one that was left out was too long already.
+    unknown_s = 0.0 if before == request.context.block_size else math.inf
+    return took_s.get(AttentionPoint(before, point.top_p), unknown_s) * (point.length / before) ** 2 <= TOO_LONG_S
+
+
+def _densities(request: ProfileRequest) -> tuple[float, ...]:
+    return QUICK_DENSITIES if request.quick else DENSITIES
+
+
 def _lengths(request: ProfileRequest) -> list[int]:
     """From one block, doubling, to the longest document."""
     lengths = [request.context.block_size]
@@ -192,7 +225,8 @@ def _lengths(request: ProfileRequest) -> list[int]:
     return [*lengths, max(request.max_length, lengths[-1] + 1)]
 
 
-def _points(request: ProfileRequest) -> Iterator[Point]:
+def points_of(request: ProfileRequest) -> Iterator[Point]:
+    """What the profile is made from, in the order measured."""
     # The whole model first: one that cannot be used is found at once.
     shorter = [tokens for tokens in LINEAR_TOKENS if tokens <= request.max_length]
     for length in shorter if len(shorter) > 1 else (max(1, request.max_length // 2), request.max_length):
@@ -200,7 +234,7 @@ def _points(request: ProfileRequest) -> Iterator[Point]:
     for length in _lengths(request):
         yield AttentionPoint(length, 1.0)
         if length > request.context.block_size:
-            for top_p in QUICK_DENSITIES if request.quick else DENSITIES:
+            for top_p in _densities(request):
                 yield AttentionPoint(length, top_p)
 
 
@@ -219,17 +253,17 @@ def _held_out_points(request: ProfileRequest) -> list[Point]:
     return points
 
 
-def _next_result(results: multiprocessing.Queue[Result], workers: Sequence[Any]) -> tuple[int, int, list[float]]:
+def _next_result(results: multiprocessing.Queue[Result], workers: Sequence[Any]) -> list[float]:
     waited = 0.0
     while waited < WAIT_S:
         try:
-            round_number, number, values = results.get(timeout=1.0)
+            values = results.get(timeout=1.0)
         except queue.Empty:
             waited += 1.0
         else:
             if isinstance(values, str):
                 raise UserError(values)
-            return round_number, number, values
+            return values
         dead = [worker.exitcode for worker in workers if worker.exitcode not in (None, 0)]
         if dead:
             break

@@ -13,15 +13,15 @@ Cost: O(documents * grid) for the times, and O(micro-batches * grid * log) for t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain
 
 import numpy as np
 
 from hf_sparsebalance.density import DensityCurve, densities, top_k_coverage, top_k_density
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.ladder import Floats, Indices, Ladder, fastest, group_sums, pick, top_up
+from hf_sparsebalance.ladder import Booleans, Floats, Indices, Ladder, fastest, group_sums, last, pick, top_up
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.optimal import optimal, optimal_pipelined
 
@@ -45,7 +45,7 @@ OPTIMAL_NEEDS_TOP_P = (
 _GRID_STEP = 0.01
 _ROUNDING = 1e-9  # relative: a mean of equal times may round below each of them
 _TOP_K_STEP = 1.06  # between neighbours, where that is more than one block
-_TILE = 256  # micro-batches whose times are predicted together
+_TILE = 512  # documents whose times are predicted together
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,20 +155,13 @@ def tune_sparsity(
     if num_stages < 1:
         raise UserError(f"num_stages must be at least 1, not {num_stages}: use 1 without pipelines")
     _check_step(micro_batches, anchor, scope)
-    if any(len(m.lengths) != len(m.curves) for m in micro_batches):
+    if [len(m.lengths) for m in micro_batches] != [len(m.curves) for m in micro_batches]:
         raise ValueError("every document needs one curve")
     budgets = candidate_budgets(base_top_p, tolerance)
     budgets_C = np.array(budgets)
-    curves = [curve for m in micro_batches for curve in m.curves]
-
-    def attention_ms(lengths_T: Floats, first: int) -> Floats:
-        densities_TC = densities(curves[first : first + len(lengths_T)], budgets_C)
-        attention_TC: Floats = predictor.attention_ms(lengths_T[:, None], densities_TC).sum(axis=0)
-        attention_TC[:, -1] = predictor.attention_ms(lengths_T, 1.0, dense=True).sum(axis=0)  # p = 1
-        return attention_TC
-
-    times_MC = _times_ms(micro_batches, predictor, len(budgets), attention_ms)
-    gains_MC = np.array([float(m.num_tokens) for m in micro_batches])[:, None] * budgets_C
+    density_NC = densities(list(chain.from_iterable([m.curves for m in micro_batches])), budgets_C)
+    times_MC, tokens_M = _times_ms(micro_batches, predictor, density_NC, budgets_C == 1.0)
+    gains_MC = tokens_M[:, None] * budgets_C
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages)
     return replace(tuning, top_p=tuple(budgets_C[choice_M].tolist()))
 
@@ -208,20 +201,13 @@ def tune_top_k(
     if anchor == "optimal":
         raise UserError(OPTIMAL_NEEDS_TOP_P)
     _check_step(micro_batches, anchor, scope)
-    lengths_N = np.array([length for m in micro_batches for length in m.lengths])
+    lengths_N, first_M = _documents(micro_batches)
     block_size = predictor.profile.context.block_size
     dense_M = np.array([1 + (max(m.lengths) - 1) // block_size for m in micro_batches])
-    budgets = candidate_top_k(base_top_k, least_top_k, max(lengths_N), block_size)
+    budgets = candidate_top_k(base_top_k, least_top_k, int(lengths_N.max()), block_size)
     budgets_C = np.array(budgets)
-
-    def attention_ms(lengths_T: Floats, first: int) -> Floats:
-        densities_TC = top_k_density(lengths_T[:, None], budgets_C, block_size)
-        is_dense_TC = densities_TC == 1.0
-        attention_TC: Floats = predictor.attention_ms(lengths_T[:, None], densities_TC, is_dense_TC).sum(axis=0)
-        return attention_TC
-
-    times_MC = _times_ms(micro_batches, predictor, len(budgets), attention_ms)
-    first_M = np.cumsum([0, *(len(m.lengths) for m in micro_batches[:-1])])
+    density_NC = top_k_density(lengths_N[:, None], budgets_C, block_size)
+    times_MC, _ = _times_ms(micro_batches, predictor, density_NC, density_NC == 1.0)
     gains_MC = np.add.reduceat(top_k_coverage(lengths_N[:, None], budgets_C, block_size), first_M, axis=0)
     base = budgets.index(min(base_top_k, budgets[-1]))
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, base, anchor, scope)
@@ -277,26 +263,35 @@ def _choose(
     )
 
 
+def _documents(micro_batches: Sequence[MicroBatch]) -> tuple[Indices, Indices]:
+    """Lengths of all documents, and the number of each micro-batch's first."""
+    lengths_N = np.fromiter(chain.from_iterable([m.lengths for m in micro_batches]), np.intp)
+    first_M: Indices = np.cumsum([0, *[len(m.lengths) for m in micro_batches[:-1]]])
+    return lengths_N, first_M
+
+
 def _times_ms(
-    micro_batches: Sequence[MicroBatch],
-    predictor: LatencyPredictor,
-    num_candidates: int,
-    attention_ms: Callable[[Floats, int], Floats],
-) -> Floats:
-    """[micro-batch, candidate] predicted time, from `attention_ms(lengths, number of the first)` of documents."""
-    lengths_N = np.array([length for m in micro_batches for length in m.lengths])
-    first_M = np.cumsum([0, *(len(m.lengths) for m in micro_batches[:-1])])
-    times_MC = np.empty((len(micro_batches), num_candidates))
+    micro_batches: Sequence[MicroBatch], predictor: LatencyPredictor, density_NC: Floats, is_dense_NC: Booleans
+) -> tuple[Floats, Indices]:
+    """[micro-batch, candidate] predicted time, from each document's density at each candidate; tokens of each.
+
+    `is_dense_NC`, where the dense kernel runs, is broadcast against the densities.
+    """
+    lengths_N, first_M = _documents(micro_batches)
+    attention_NC = np.empty_like(density_NC)
     # A few documents at a time: intermediate results stay in the cache.
-    bounds = [*range(0, len(micro_batches), _TILE), len(micro_batches)]
-    for first, last in pairwise(bounds):
-        start = first_M[first]
-        end = first_M[last] if last < len(micro_batches) else len(lengths_N)
-        attention_TC = attention_ms(lengths_N[start:end], start)
-        times_MC[first:last] = np.add.reduceat(attention_TC, first_M[first:last] - start, axis=0)
+    for start in range(0, len(lengths_N), _TILE):
+        tile = slice(start, start + _TILE)
+        forward_TC, backward_TC = predictor.attention_ms(lengths_N[tile, None], density_NC[tile])
+        np.add(forward_TC, backward_TC, out=attention_NC[tile])
+    dense_N = predictor.attention_ms(lengths_N, 1.0, dense=True).sum(axis=0)
+    np.copyto(attention_NC, dense_N[:, None], where=is_dense_NC)
+    # One document each needs no sums.
+    single = len(lengths_N) == len(micro_batches)
+    times_MC: Floats = attention_NC if single else np.add.reduceat(attention_NC, first_M, axis=0)
     constant_ms, tokens_M = predictor.linear(0).total_ms, np.add.reduceat(lengths_N, first_M)
     times_MC += constant_ms + (predictor.linear(1).total_ms - constant_ms) * tokens_M[:, None]
-    return times_MC
+    return times_MC, tokens_M
 
 
 def _anchor(anchor: str, values: Floats) -> float:
@@ -317,13 +312,10 @@ def _fill(times_MC: Floats, gains_MC: Floats, part_M: Indices, cap_P: Floats, ba
     limit_P = cap_P * (1 + _ROUNDING)
     if len(limit_P) == len(part_M):  # single micro-batches: exact, no hull needed
         fits_MC = times_MC <= limit_P[part_M][:, None]
-        best_M = np.where(fits_MC, gains_MC, -1.0).argmax(axis=1)
-        return np.where(fits_MC.any(axis=1), best_M, fastest(times_MC))
+        return np.where(fits_MC.any(axis=1), last(fits_MC), fastest(times_MC))
     ladder = Ladder(times_MC, gains_MC, part_M, len(limit_P))
-    best_M = top_up(times_MC, gains_MC, ladder.after(ladder.moves_within(limit_P)), part_M, limit_P)
+    best_M = ladder.after(ladder.moves_within(limit_P))
     # The hull's corners can leave a gap; never give less than the untouched base budget would.
-    feasible_P = group_sums(times_MC[:, base], part_M, len(limit_P)) <= limit_P
-    plain_M = np.where(feasible_P[part_M], base, best_M)
-    plain_M = top_up(times_MC, gains_MC, plain_M, part_M, limit_P)
-    gain_P, plain_P = (group_sums(pick(gains_MC, choice_M), part_M, len(limit_P)) for choice_M in (best_M, plain_M))
-    return np.where((plain_P > gain_P)[part_M], plain_M, best_M)
+    fits_P = group_sums(times_MC[:, base], part_M, len(limit_P)) <= limit_P
+    more_P = group_sums(gains_MC[:, base] - pick(gains_MC, best_M), part_M, len(limit_P)) > 0.0
+    return top_up(times_MC, gains_MC, np.where((fits_P & more_P)[part_M], base, best_M), part_M, limit_P)

@@ -79,7 +79,7 @@ def write_log(folder, slower=1.0, constant_ms=0.0, packed=1):
     fields = {"name": folder.name, "attention": "sparsebalance", "batching": "random", "tuning": False}
     runlog.write_run(folder, {**fields, "documents": 8, "environment": {}})
     planning_profiles.profile().save(folder / "profile.json")
-    return [str(folder), "--profile", str(folder / "profile.json"), "--json"]
+    return [str(folder), "--profile", str(folder / "profile.json"), "--density", "trained", "--json"]
 
 
 @pytest.mark.parametrize("program", ["simulate_real"], indirect=True)
@@ -87,10 +87,10 @@ def test_a_run_is_predicted(program, tmp_path, capsys):
     """A run that follows its profile is predicted exactly; a slower machine with a constant only after the refit."""
 
     def errors(command):
-        assert program.main(command) == 0
+        assert program.main([*command, "--warmup", "3"]) == 0
         run = json.loads(capsys.readouterr().out)["runs"][0]
         assert run["steps"] == 5
-        return run["profile_error"], run["refit_error"]
+        return run["error"], run["refit_error"]
 
     # The planner's curves are those of lengths rounded to 3 %.
     assert errors(write_log(tmp_path / "like")) == pytest.approx((0.0, 0.0), abs=0.02)
@@ -103,6 +103,26 @@ def test_a_run_is_predicted(program, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("program", ["simulate_real"], indirect=True)
+def test_runs_below_a_folder_are_found_with_their_profile(program, tmp_path, capsys):
+    """All steps of all runs below a folder are predicted by the nearest profile above each, unseen what they took."""
+    for corpus, slower in (("library", 1.0), ("bimodal", 1.25)):
+        for repeat in ("0", "1"):
+            (tmp_path / corpus / repeat).mkdir(parents=True)
+            write_log(tmp_path / corpus / repeat / "random", slower=slower)
+            (tmp_path / corpus / repeat / "random" / "profile.json").rename(tmp_path / corpus / "profile.json")
+    assert program.main([str(tmp_path), "--density", "trained", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    runs = {run["run"].removeprefix(f"{tmp_path}/"): run for run in document["runs"]}
+    assert list(runs) == [f"{corpus}/{repeat}/random" for corpus in ("bimodal", "library") for repeat in "01"]
+    for name, run in runs.items():
+        assert run["steps"] == 8 and run["refit_error"] is None
+        assert run["error"] == pytest.approx(0.0 if name.startswith("library") else -0.2, abs=0.02)
+    assert document["summary"]["largest_error"] == max(abs(run["error"]) for run in runs.values())
+    assert program.main([str(tmp_path), "--density", "trained"]) == 0
+    assert "4 runs, trained densities" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("program", ["simulate_real"], indirect=True)
 def test_what_cannot_be_predicted_is_refused(program, tmp_path, capsys):
     """Packed runs need the lengths, and they must be those of the data; too few steps are refused."""
     packed = write_log(tmp_path / "packed", packed=3)
@@ -111,7 +131,10 @@ def test_what_cannot_be_predicted_is_refused(program, tmp_path, capsys):
         ([], "--lengths FILE"),
         (["--lengths", str(tmp_path / "others")], "not of this data"),
         (["--warmup", "8"], "--warmup"),
+        (["--profile", str(tmp_path / "none.json")], "none.json"),
     ):
         assert program.main([*packed, *options]) == 2
         err = capsys.readouterr().err
         assert wanted in err and len(err.splitlines()) == 1
+    assert program.main([str(tmp_path / "nothing")]) == 2
+    assert "holds no run" in capsys.readouterr().err

@@ -18,7 +18,10 @@ O(N log N) for the assignment and a bounded number of numpy passes over N * samp
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 import numpy as np
@@ -31,6 +34,7 @@ __all__ = ["sparsity_aware"]
 
 _MAX_ROUNDS = 64  # of swaps; heavy-tailed lengths need about ten
 _EVEN = 1e-4  # relative spread of ranks below which a window or step is left alone
+_LEVELS = (0, 1, 2, 4, 7, 10, 15, 20, 30)  # percent above the least level that are tried
 _CHUNK = 1 << 20  # differences tried at once: bounds the memory of a round
 
 
@@ -51,17 +55,33 @@ def sparsity_aware(
     """
     cost_N, least_N = np.asarray(costs, dtype=np.float64), np.asarray(least, dtype=np.float64)
     batches = epoch.global_batches(epoch.shuffled())
-    ranks: list[list[Rank]] = []
-    whole = len(batches) // window * window
-    for members in (batches[:whole], batches[whole:]):
-        if members:
-            ranks += _compose(epoch, members, cost_N, least_N, min(window, len(members)))
     shuffle = Random(f"{epoch.seed}-{epoch.epoch}-steps").shuffle
+    whole = len(batches) // window * window
     steps: list[Step] = []
-    for first in range(0, len(ranks), window):
-        packed = [_pack_step(step, epoch, costs, num_stages) for step in ranks[first : first + window]]
-        shuffle(packed)
-        steps += packed
+    for members in (batches[:whole], batches[whole:]):
+        size = min(window, len(members))
+        # A pipeline gains where samples of like cost meet in a step, unless an even mix is quicker: both are tried.
+        ways = [
+            [_pack_step(ranks, epoch, costs) for ranks in _compose(epoch, members, cost_N, least_N, size, alike)]
+            for alike in ((False, True) if num_stages > 1 and size > 1 else (False,))
+        ]
+        for first in range(0, len(members), max(size, 1)):
+            fitting = [
+                [step for step in way[first : first + size] if step is not None]
+                for way in ways
+                if None not in way[first : first + size]
+            ]
+            if not fitting:
+                raise UserError(
+                    f"a step's documents do not fit into {epoch.num_slots} micro-batches per rank of at most "
+                    f"{epoch.max_tokens} tokens: raise max_tokens or gradient_accumulation_steps, or lower "
+                    "per_device_train_batch_size"
+                )
+            planned = min(fitting, key=lambda way: sum(_step_ms(step, costs, num_stages) for step in way))
+            shuffle(planned)
+            steps += planned
+    if num_stages > 1:
+        steps = [[small_at_both_ends(rank) for rank in step] for step in steps]
     return steps
 
 
@@ -71,29 +91,34 @@ def _compose(
     cost_N: NDArray[np.float64],
     least_N: NDArray[np.float64],
     window: int,
+    alike: bool,
 ) -> list[list[Rank]]:
-    """[step][rank] samples of windows of one size, evened."""
+    """[step][rank] samples of windows of one size, evened; with `alike` each step of neighbours in cost."""
+    if not batches:
+        return []
     num_ranks = epoch.num_ranks
     per_rank = epoch.num_slots * epoch.batch_size
     ids, targets, small = [], [], []
     for first in range(0, len(batches), window):
         pool = np.array([s for batch, extras in batches[first : first + window] for s in (*batch, *extras)])
         pool = pool[np.argsort(-cost_N[pool], kind="stable")]
-        size = window * num_ranks * per_rank
-        level_S = _levels(cost_N[pool[:size]], least_N[pool[:size]], window, num_ranks, per_rank)
-        target_B = np.repeat(level_S, num_ranks)
-        ids.append(pool[:size][_assign(cost_N[pool[:size]].tolist(), target_B.tolist(), per_rank)])
+        kept = pool[: window * num_ranks * per_rank]
+        samples = _Window(cost_N[kept].tolist(), least_N[kept].tolist(), num_ranks, per_rank)
+        bins, target_B = samples.place_alike() if alike else samples.place()
+        ids.append(kept[bins])
         targets.append(target_B)
-        small += pool[size:].tolist()  # the cheapest samples are the extra ones: they disturb the balance least
+        small += pool[len(kept) :].tolist()  # the cheapest samples are the extra ones: they disturb the balance least
     ids_WBK, target_WB = np.array(ids), np.array(targets)
-    _swap(ids_WBK, cost_N, target_WB)
-    # Ranks of like time form a step; one that tuning must shorten counts with the time it can be brought to.
-    sum_WB = cost_N[ids_WBK].sum(axis=2)
-    reach_WB = np.where(
-        sum_WB > target_WB, np.clip(least_N[ids_WBK].sum(axis=2), np.minimum(target_WB, sum_WB), sum_WB), sum_WB
-    )
-    order_WB = np.argsort(-reach_WB, axis=1, kind="stable")
-    ids_SRK = np.take_along_axis(ids_WBK, order_WB[:, :, None], axis=1).reshape(len(batches), num_ranks, per_rank)
+    if not alike:
+        _swap(ids_WBK, cost_N, target_WB)
+        # Ranks of like time form a step; one that tuning must shorten counts with the time it can be brought to.
+        sum_WB = cost_N[ids_WBK].sum(axis=2)
+        reach_WB = np.where(
+            sum_WB > target_WB, np.clip(least_N[ids_WBK].sum(axis=2), np.minimum(target_WB, sum_WB), sum_WB), sum_WB
+        )
+        order_WB = np.argsort(-reach_WB, axis=1, kind="stable")
+        ids_WBK = np.take_along_axis(ids_WBK, order_WB[:, :, None], axis=1)
+    ids_SRK = ids_WBK.reshape(len(batches), num_ranks, per_rank)
     _swap(ids_SRK, cost_N, np.zeros(ids_SRK.shape[:2]))
     ranks: list[list[Rank]] = ids_SRK.tolist()
     for step, sum_R, (_, extras) in zip(ranks, cost_N[ids_SRK].sum(axis=2), batches, strict=True):
@@ -105,40 +130,111 @@ def _compose(
     return ranks
 
 
-def _levels(
-    cost_P: NDArray[np.float64], least_P: NDArray[np.float64], num_steps: int, num_ranks: int, per_rank: int
-) -> NDArray[np.float64]:
-    """Time each step's ranks should take, longest first, from the costs of a window in descending order."""
-    done_P = np.concatenate(([0.0], np.cumsum(cost_P)))
-    fill = float(cost_P[len(cost_P) - per_rank + 1 :].sum())  # the least that can join a sample on its rank
-    rest = float(done_P[-1])
-    level_S = np.empty(num_steps)
-    for step in range(num_steps):
-        first = step * num_ranks
-        mean = rest / ((num_steps - step) * num_ranks)
-        longest = float(least_P[first : first + num_ranks].max()) + fill
-        if longest <= mean:
-            level_S[step:] = mean
-            break
-        level_S[step] = longest
-        # Beside the longest sample the step can take no more than the next samples hold.
-        rest -= min(longest * num_ranks, float(done_P[first + num_ranks * per_rank] - done_P[first]))
-    return level_S
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A window's samples in descending order of cost, named by their position; `least` as in `sparsity_aware`."""
 
+    costs: list[float]
+    least: list[float]
+    num_ranks: int
+    per_rank: int
 
-def _assign(costs: list[float], targets: list[float], per_rank: int) -> NDArray[np.intp]:
-    """[rank, k] positions of costs (descending): each to the rank with most room below its target."""
-    heap = [(-target, b) for b, target in enumerate(targets)]
-    heapq.heapify(heap)
-    bins: list[list[int]] = [[] for _ in targets]
-    for position, cost in enumerate(costs):
-        room, b = heap[0]
-        bins[b].append(position)
-        if len(bins[b]) == per_rank:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, (room + cost, b))
-    return np.array(bins, dtype=np.intp)
+    def place(self) -> tuple[list[Rank], list[float]]:
+        """Positions of each rank's samples, step by step, and the time each rank should take.
+
+        Steps that their longest sample makes longer than the mean come first, each filled up to its level. The ranks
+        of all others are dealt together.
+        """
+        left = list(range(len(self.costs)))
+        bins: list[Rank] = []
+        targets: list[float] = []
+        for num_steps in range(len(left) // (self.num_ranks * self.per_rank), 0, -1):
+            level, mean_ms = self._level(left), self._mean_ms(left)
+            if level <= mean_ms and num_steps > 1:
+                break
+            trials = [self._fill(left, max(level, mean_ms) * (1 + percent / 100)) for percent in _LEVELS]
+            if num_steps == 1:
+                trials.append((self._deal(left, mean_ms), []))
+            step_ms, filled, left = self._best(trials, level)
+            bins += filled
+            targets += [step_ms] * self.num_ranks
+        if left:
+            mean_ms = self._mean_ms(left)
+            dealt = self._deal(left, mean_ms)
+            bins += dealt
+            targets += [mean_ms] * len(dealt)
+        return bins, targets
+
+    def place_alike(self) -> tuple[list[Rank], list[float]]:
+        """The same with neighbours in cost in each step: its slowest micro-batch is as short as it can be."""
+        size = self.num_ranks * self.per_rank
+        groups = [list(range(first, first + size)) for first in range(0, len(self.costs), size)]
+        bins = [rank for group in groups for rank in self._deal(group, self._mean_ms(group))]
+        return bins, [0.0] * len(bins)
+
+    def _best(self, trials: list[tuple[list[Rank], list[int]]], level: float) -> tuple[float, list[Rank], list[int]]:
+        """(time, ranks, samples left) of the step that leaves the least time in all, as far as can be told."""
+
+        def step_ms(ranks: list[Rank]) -> float:
+            return max(
+                min(sum(self.costs[p] for p in rank), max(sum(self.least[p] for p in rank), level)) for rank in ranks
+            )
+
+        def excess_ms(trial: tuple[list[Rank], list[int]]) -> float:
+            """This step's time, less the work it takes off the others, plus what they must wait for their longest."""
+            ranks, left = trial
+            idle = -sum(self.costs[p] for rank in ranks for p in rank)
+            if left:
+                beside = sum(self.costs[p] for p in left[1 : 1 + (self.num_ranks - 1) * self.per_rank])
+                idle += max((self.num_ranks - 1) * self._level(left) - beside, 0.0)
+            return step_ms(ranks) + idle / self.num_ranks
+
+        filled, left = min(trials, key=excess_ms)
+        return step_ms(filled), filled, left
+
+    def _level(self, left: list[int]) -> float:
+        """The least time of the step that gets the longest sample left: beside it the smallest ones on its rank."""
+        fill = sum(self.costs[p] for p in left[len(left) - self.per_rank + 1 :])
+        return max(self.least[p] for p in left[: self.num_ranks]) + fill
+
+    def _mean_ms(self, left: list[int]) -> float:
+        return sum(self.costs[p] for p in left) * self.per_rank / len(left)
+
+    def _fill(self, left: list[int], level: float) -> tuple[list[Rank], list[int]]:
+        """One step's ranks, filled in turn up to the level with the largest samples that fit; and what is left.
+
+        First fit decreasing, as in MULTIFIT (Coffman, Garey and Johnson 1978), with equally many samples on each rank.
+        """
+        left = left.copy()
+        ranks = []
+        for _ in range(self.num_ranks):
+            tail_ms = [0.0, *accumulate(self.costs[p] for p in left[: -self.per_rank : -1])]
+            rank: list[int] = []
+            room = level
+            for missing in range(self.per_rank - 1, -1, -1):
+                most = room - tail_ms[missing]  # the smallest samples must fit beside it
+                if not rank and self.least[left[0]] <= most:
+                    at = 0  # what tuning can shorten to the level fits
+                else:
+                    at = bisect_left(left, -most, key=lambda p: -self.costs[p])
+                position = left.pop(min(at, len(left) - 1))
+                room = max(room - self.costs[position], tail_ms[missing])
+                rank.append(position)
+            ranks.append(rank)
+        return ranks, left
+
+    def _deal(self, left: list[int], target: float) -> list[Rank]:
+        """The largest first, each to the rank with most room below the target; all ranks get equally many."""
+        heap = [(-target, b) for b in range(len(left) // self.per_rank)]
+        bins: list[Rank] = [[] for _ in heap]
+        for position in left:
+            room, b = heap[0]
+            bins[b].append(position)
+            if len(bins[b]) == self.per_rank:
+                heapq.heappop(heap)
+            else:
+                heapq.heapreplace(heap, (room + self.costs[position], b))
+        return bins
 
 
 def _swap(ids_GBK: NDArray[np.intp], cost_N: NDArray[np.float64], target_GB: NDArray[np.float64]) -> None:
@@ -197,7 +293,13 @@ def _swap_pairs(
     return better_C
 
 
-def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float], num_stages: int) -> Step:
+def _step_ms(step: Step, costs: Sequence[float], num_stages: int) -> float:
+    """Time of the slowest rank: its sum, and its slowest micro-batch once more for each other pipeline stage."""
+    times = [[sum(costs[s] for s in slot) for slot in rank] for rank in step]
+    return max(sum(rank) + (num_stages - 1) * max(rank) for rank in times)
+
+
+def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float]) -> Step | None:
     """Pack each rank's samples into its slots, the costliest first so that slots of all ranks meet their like."""
     slots = [_pack(rank, epoch, costs) for rank in step]
     if any(rank is None for rank in slots):
@@ -205,13 +307,7 @@ def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float], num_stage
         members = [s for rank in step for s in rank]
         slots = [_pack(rank, epoch, costs) for rank in greedy_partition(members, epoch.lengths, len(step))]
     filled = [rank for rank in slots if rank is not None]
-    if len(filled) < len(slots):
-        raise UserError(
-            f"a step's documents do not fit into {epoch.num_slots} micro-batches per rank of at most "
-            f"{epoch.max_tokens} tokens: raise max_tokens or gradient_accumulation_steps, or lower "
-            "per_device_train_batch_size"
-        )
-    return [small_at_both_ends(rank) for rank in filled] if num_stages > 1 else filled
+    return filled if len(filled) == len(slots) else None
 
 
 def _pack(samples: Rank, epoch: Epoch, costs: Sequence[float]) -> list[tuple[int, ...]] | None:

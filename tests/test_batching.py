@@ -298,7 +298,7 @@ def test_pipelines_begin_and_end_with_small_micro_batches():
     """With stages every rank's micro-batches rise to the middle and fall again; without they only fall."""
     lengths = heavy_tailed(240, 2)
     costs = [cost(n) for n in lengths]
-    options = {"strategy": "sparsity_aware", "num_ranks": 2, "num_slots": 6, "window": 4, "cost_ms": costs}
+    options = {"strategy": "sparsity_aware", "num_ranks": 2, "num_slots": 6, "cost_ms": costs}
     staged, plain = plan_batches(lengths, num_stages=4, **options), plan_batches(lengths, **options)
     for before, after in zip(plain.steps, staged.steps, strict=True):
         for falling, rank in zip(before, after, strict=True):
@@ -309,6 +309,36 @@ def test_pipelines_begin_and_end_with_small_micro_batches():
             assert times[: peak + 1] == sorted(times[: peak + 1])
             assert times[peak:] == sorted(times[peak:], reverse=True)
             assert [costs[i] for (i,) in falling] == sorted(times, reverse=True)
+
+
+def pipelined_ms(plan, costs, num_stages):
+    """Total of the steps by the closed form: a rank's sum, and its slowest micro-batch once more per further stage."""
+    total = 0.0
+    for step in plan.steps:
+        times = [[sum(costs[i] for i in slot) for slot in rank] for rank in step]
+        total += max(sum(rank) + (num_stages - 1) * max(rank) for rank in times) / num_stages
+    return total
+
+
+def test_pipelines_let_like_samples_meet():
+    """Four long and twelve short samples each fill steps of their own: a mix would wait for a long one every step."""
+    costs = [9.0] * 4 + [1.0] * 12
+    options = {"strategy": "sparsity_aware", "num_ranks": 2, "num_slots": 2, "cost_ms": costs, "num_stages": 4}
+    plan = plan_batches([100] * 16, window=4, **options)
+    kinds = sorted([costs[i] for i in samples_of(plan, step)] for step in range(4))
+    assert kinds == [[1.0] * 4] * 3 + [[9.0] * 4]
+    # Two samples a rank, and three stages more for the slowest.
+    assert pipelined_ms(plan, costs, 4) == (2 + 3) * (9 + 3 * 1) / 4
+
+
+@settings(deadline=None)
+@given(problems())
+def test_pipelines_are_never_predicted_slower_for_it(problem):
+    """Planned for four stages an epoch takes no longer in a pipeline than planned for one."""
+    lengths, options = problem
+    staged, plain = (plan_batches(lengths, strategy="sparsity_aware", num_stages=n, **options) for n in (4, 1))
+    costs = options["cost_ms"]
+    assert pipelined_ms(staged, costs, 4) <= pipelined_ms(plain, costs, 4) * (1 + 1e-12)
 
 
 def test_displacement_is_bounded_by_the_window():

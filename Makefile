@@ -10,7 +10,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PURE := batching density devices epoch errors ladder latency latency_profile optimal pipeline_schedule planner prediction_error rivals runlog schedule simulation sparsity_aware tuning workloads
+PURE := batching density devices epoch errors ladder latency latency_profile optimal pipeline_schedule placement planner prediction_error rivals runlog schedule simulation sparsity_aware tuning workloads
 
 .PHONY: install quickstart test test-fast test-kernels kernels-compile lint format clean
 

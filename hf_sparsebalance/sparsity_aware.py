@@ -5,10 +5,12 @@ planned together:
 
 1. Each step gets a *level*, the time its ranks should take: the mean over the window, or more where a single sample
    needs longer. Work beside such a sample is free, as the step lasts that long anyway.
-2. Samples go, the costliest first, to the rank with most room below its level; all ranks get equally many.
+2. Samples are dealt, the costliest first, to the rank with most room below its level; all ranks get equally many.
 3. Pairs of ranks, the most overfull with the emptiest, swap two samples as long as that evens them; first over the
    window, then, once ranks of like time are joined to steps, inside each step.
 4. Each rank's samples are packed into its micro-batches.
+5. A window that still wastes time is placed in other ways too (`placement`), and the quickest is kept: step by step
+   beside outliers, and for pipelines, which wait for a step's slowest micro-batch, neighbours in time step by step.
 
 With `least_ms` (the shortest time tuning can give a sample) the level of a step is what its longest sample can be
 tuned down to. The other ranks' times at base meet that level, so it lies within every rank's reachable interval.
@@ -17,24 +19,26 @@ O(N log N) for the assignment and a bounded number of numpy passes over N * samp
 
 from __future__ import annotations
 
-import heapq
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+import math
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_sparsebalance.epoch import Epoch, Rank, Step, greedy_partition, small_at_both_ends
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.placement import Window, alike, dealt, filled
 
 __all__ = ["sparsity_aware"]
 
+Batch: TypeAlias = tuple[list[int], list[int]]  # samples, extra samples
+
 _MAX_ROUNDS = 64  # of swaps; heavy-tailed lengths need about ten
 _EVEN = 1e-4  # relative spread of ranks below which a window or step is left alone
-_LEVELS = (0, 1, 2, 4, 7, 10, 15, 20, 30)  # percent above the least level that are tried
+_WASTE = 2e-3  # relative: a window that loses no more is not placed again
+_MOST_FILLED = 8192  # samples of a window; with more the deal is even enough, and filling slow
 _CHUNK = 1 << 20  # differences tried at once: bounds the memory of a round
 
 
@@ -48,7 +52,8 @@ def sparsity_aware(
         costs: predicted milliseconds of each sample at the base budget.
         least: predicted milliseconds of each sample at the smallest budget that tuning may choose.
         window: global batches planned together; with 1 each step keeps the samples that `random` gives it.
-        num_stages: pipeline stages; above 1 each rank's small micro-batches come first and last.
+        num_stages: pipeline stages; above 1 a rank is taken to last (its sum + (num_stages - 1) * its slowest
+            micro-batch) / num_stages, and its small micro-batches come first and last.
 
     Raises:
         UserError: a step's documents do not fit under max_tokens.
@@ -58,58 +63,75 @@ def sparsity_aware(
     shuffle = Random(f"{epoch.seed}-{epoch.epoch}-steps").shuffle
     whole = len(batches) // window * window
     steps: list[Step] = []
-    for members in (batches[:whole], batches[whole:]):
-        size = min(window, len(members))
-        # A pipeline gains where samples of like cost meet in a step, unless an even mix is quicker: both are tried.
-        ways = [
-            [_pack_step(ranks, epoch, costs) for ranks in _compose(epoch, members, cost_N, least_N, size, alike)]
-            for alike in ((False, True) if num_stages > 1 and size > 1 else (False,))
-        ]
-        for first in range(0, len(members), max(size, 1)):
-            fitting = [
-                [step for step in way[first : first + size] if step is not None]
-                for way in ways
-                if None not in way[first : first + size]
-            ]
-            if not fitting:
-                raise UserError(
-                    f"a step's documents do not fit into {epoch.num_slots} micro-batches per rank of at most "
-                    f"{epoch.max_tokens} tokens: raise max_tokens or gradient_accumulation_steps, or lower "
-                    "per_device_train_batch_size"
-                )
-            planned = min(fitting, key=lambda way: sum(_step_ms(step, costs, num_stages) for step in way))
-            shuffle(planned)
-            steps += planned
+    for members, size in ((batches[:whole], window), (batches[whole:], len(batches) - whole)):
+        windows = [members[first : first + size] for first in range(0, len(members), max(size, 1))]
+        plans = _plan_windows(epoch, windows, cost_N, least_N, num_stages)
+        for plan in plans:
+            shuffle(plan)
+            steps += plan
     if num_stages > 1:
         steps = [[small_at_both_ends(rank) for rank in step] for step in steps]
     return steps
 
 
-def _compose(
+def _plan_windows(
     epoch: Epoch,
-    batches: list[tuple[list[int], list[int]]],
+    windows: list[list[Batch]],
     cost_N: NDArray[np.float64],
     least_N: NDArray[np.float64],
-    window: int,
-    alike: bool,
-) -> list[list[Rank]]:
-    """[step][rank] samples of windows of one size, evened; with `alike` each step of neighbours in cost."""
-    if not batches:
+    num_stages: int,
+) -> list[list[Step]]:
+    """The steps of each window; those that waste time as dealt are placed in other ways too, and the quickest kept."""
+    costs, least = cost_N.tolist(), least_N.tolist()
+    plans: list[list[Step] | None] = [None] * len(windows)
+    times = [(math.inf, 0.0)] * len(windows)
+    ways = [dealt]
+    if windows and len(windows[0]) * epoch.global_batch <= _MOST_FILLED:
+        ways.append(filled)
+    if num_stages > 1:
+        ways.append(alike)
+    for place in ways:
+        again = [w for w, (time_ms, even_ms) in enumerate(times) if time_ms > even_ms * (1 + _WASTE)]
+        for w, ranks in zip(again, _compose(epoch, [windows[w] for w in again], cost_N, least_N, place), strict=True):
+            plan = [step for step in (_pack_step(rank, epoch, costs) for rank in ranks) if step is not None]
+            if len(plan) == len(ranks):
+                parts = [_step_ms(step, costs, least, num_stages) for step in plan]
+                time = sum(part[0] for part in parts), sum(part[1] for part in parts)
+                if time < times[w]:
+                    plans[w], times[w] = plan, time
+    fitting = [plan for plan in plans if plan is not None]
+    if len(fitting) < len(plans):
+        raise UserError(
+            f"a step's documents do not fit into {epoch.num_slots} micro-batches per rank of at most "
+            f"{epoch.max_tokens} tokens: raise max_tokens or gradient_accumulation_steps, or lower "
+            "per_device_train_batch_size"
+        )
+    return fitting
+
+
+def _compose(
+    epoch: Epoch,
+    windows: list[list[Batch]],
+    cost_N: NDArray[np.float64],
+    least_N: NDArray[np.float64],
+    place: Callable[[Window], tuple[list[Rank], list[float]]],
+) -> list[list[list[Rank]]]:
+    """[window][step][rank] samples of windows of one size, placed and evened."""
+    if not windows:
         return []
-    num_ranks = epoch.num_ranks
+    num_ranks, num_steps = epoch.num_ranks, len(windows[0])
     per_rank = epoch.num_slots * epoch.batch_size
     ids, targets, small = [], [], []
-    for first in range(0, len(batches), window):
-        pool = np.array([s for batch, extras in batches[first : first + window] for s in (*batch, *extras)])
+    for window in windows:
+        pool = np.array([s for batch, extras in window for s in (*batch, *extras)])
         pool = pool[np.argsort(-cost_N[pool], kind="stable")]
-        kept = pool[: window * num_ranks * per_rank]
-        samples = _Window(cost_N[kept].tolist(), least_N[kept].tolist(), num_ranks, per_rank)
-        bins, target_B = samples.place_alike() if alike else samples.place()
+        kept = pool[: num_steps * num_ranks * per_rank]
+        bins, target_B = place(Window(cost_N[kept].tolist(), least_N[kept].tolist(), num_ranks, per_rank))
         ids.append(kept[bins])
         targets.append(target_B)
-        small += pool[len(kept) :].tolist()  # the cheapest samples are the extra ones: they disturb the balance least
+        small.append(pool[len(kept) :].tolist())  # the cheapest are the extra ones: they disturb the balance least
     ids_WBK, target_WB = np.array(ids), np.array(targets)
-    if not alike:
+    if place is not alike:
         _swap(ids_WBK, cost_N, target_WB)
         # Ranks of like time form a step; one that tuning must shorten counts with the time it can be brought to.
         sum_WB = cost_N[ids_WBK].sum(axis=2)
@@ -118,123 +140,17 @@ def _compose(
         )
         order_WB = np.argsort(-reach_WB, axis=1, kind="stable")
         ids_WBK = np.take_along_axis(ids_WBK, order_WB[:, :, None], axis=1)
-    ids_SRK = ids_WBK.reshape(len(batches), num_ranks, per_rank)
+    ids_SRK = ids_WBK.reshape(-1, num_ranks, per_rank)
     _swap(ids_SRK, cost_N, np.zeros(ids_SRK.shape[:2]))
-    ranks: list[list[Rank]] = ids_SRK.tolist()
-    for step, sum_R, (_, extras) in zip(ranks, cost_N[ids_SRK].sum(axis=2), batches, strict=True):
-        for sample in small[: len(extras)]:
-            lightest = int(sum_R.argmin())
-            step[lightest].append(sample)
-            sum_R[lightest] += cost_N[sample]
-        small = small[len(extras) :]
-    return ranks
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """A window's samples in descending order of cost, named by their position; `least` as in `sparsity_aware`."""
-
-    costs: list[float]
-    least: list[float]
-    num_ranks: int
-    per_rank: int
-
-    def place(self) -> tuple[list[Rank], list[float]]:
-        """Positions of each rank's samples, step by step, and the time each rank should take.
-
-        Steps that their longest sample makes longer than the mean come first, each filled up to its level. The ranks
-        of all others are dealt together.
-        """
-        left = list(range(len(self.costs)))
-        bins: list[Rank] = []
-        targets: list[float] = []
-        for num_steps in range(len(left) // (self.num_ranks * self.per_rank), 0, -1):
-            level, mean_ms = self._level(left), self._mean_ms(left)
-            if level <= mean_ms and num_steps > 1:
-                break
-            trials = [self._fill(left, max(level, mean_ms) * (1 + percent / 100)) for percent in _LEVELS]
-            if num_steps == 1:
-                trials.append((self._deal(left, mean_ms), []))
-            step_ms, filled, left = self._best(trials, level)
-            bins += filled
-            targets += [step_ms] * self.num_ranks
-        if left:
-            mean_ms = self._mean_ms(left)
-            dealt = self._deal(left, mean_ms)
-            bins += dealt
-            targets += [mean_ms] * len(dealt)
-        return bins, targets
-
-    def place_alike(self) -> tuple[list[Rank], list[float]]:
-        """The same with neighbours in cost in each step: its slowest micro-batch is as short as it can be."""
-        size = self.num_ranks * self.per_rank
-        groups = [list(range(first, first + size)) for first in range(0, len(self.costs), size)]
-        bins = [rank for group in groups for rank in self._deal(group, self._mean_ms(group))]
-        return bins, [0.0] * len(bins)
-
-    def _best(self, trials: list[tuple[list[Rank], list[int]]], level: float) -> tuple[float, list[Rank], list[int]]:
-        """(time, ranks, samples left) of the step that leaves the least time in all, as far as can be told."""
-
-        def step_ms(ranks: list[Rank]) -> float:
-            return max(
-                min(sum(self.costs[p] for p in rank), max(sum(self.least[p] for p in rank), level)) for rank in ranks
-            )
-
-        def excess_ms(trial: tuple[list[Rank], list[int]]) -> float:
-            """This step's time, less the work it takes off the others, plus what they must wait for their longest."""
-            ranks, left = trial
-            idle = -sum(self.costs[p] for rank in ranks for p in rank)
-            if left:
-                beside = sum(self.costs[p] for p in left[1 : 1 + (self.num_ranks - 1) * self.per_rank])
-                idle += max((self.num_ranks - 1) * self._level(left) - beside, 0.0)
-            return step_ms(ranks) + idle / self.num_ranks
-
-        filled, left = min(trials, key=excess_ms)
-        return step_ms(filled), filled, left
-
-    def _level(self, left: list[int]) -> float:
-        """The least time of the step that gets the longest sample left: beside it the smallest ones on its rank."""
-        fill = sum(self.costs[p] for p in left[len(left) - self.per_rank + 1 :])
-        return max(self.least[p] for p in left[: self.num_ranks]) + fill
-
-    def _mean_ms(self, left: list[int]) -> float:
-        return sum(self.costs[p] for p in left) * self.per_rank / len(left)
-
-    def _fill(self, left: list[int], level: float) -> tuple[list[Rank], list[int]]:
-        """One step's ranks, filled in turn up to the level with the largest samples that fit; and what is left.
-
-        First fit decreasing, as in MULTIFIT (Coffman, Garey and Johnson 1978), with equally many samples on each rank.
-        """
-        left = left.copy()
-        ranks = []
-        for _ in range(self.num_ranks):
-            tail_ms = [0.0, *accumulate(self.costs[p] for p in left[: -self.per_rank : -1])]
-            rank: list[int] = []
-            room = level
-            for missing in range(self.per_rank - 1, -1, -1):
-                most = room - tail_ms[missing]  # the smallest samples must fit beside it
-                if not rank and self.least[left[0]] <= most:
-                    at = 0  # what tuning can shorten to the level fits
-                else:
-                    at = bisect_left(left, -most, key=lambda p: -self.costs[p])
-                position = left.pop(min(at, len(left) - 1))
-                room = max(room - self.costs[position], tail_ms[missing])
-                rank.append(position)
-            ranks.append(rank)
-        return ranks, left
-
-    def _deal(self, left: list[int], target: float) -> list[Rank]:
-        """The largest first, each to the rank with most room below the target; all ranks get equally many."""
-        heap = [(-target, b) for b in range(len(left) // self.per_rank)]
-        bins: list[Rank] = [[] for _ in heap]
-        for position in left:
-            room, b = heap[0]
-            bins[b].append(position)
-            if len(bins[b]) == self.per_rank:
-                heapq.heappop(heap)
-            else:
-                heapq.heapreplace(heap, (room + self.costs[position], b))
-        return bins
+    composed: list[list[list[Rank]]] = ids_SRK.reshape(-1, num_steps, num_ranks, per_rank).tolist()
+    for steps, window, spare in zip(composed, windows, small, strict=True):
+        for step, (_, extras) in zip(steps, window, strict=True):
+            sums = cost_N[step].sum(axis=1)
+            for _ in extras:
+                lightest = int(sums.argmin())
+                step[lightest].append(spare.pop(0))
+                sums[lightest] += cost_N[step[lightest][-1]]
+    return composed
 
 
 def _swap(ids_GBK: NDArray[np.intp], cost_N: NDArray[np.float64], target_GB: NDArray[np.float64]) -> None:
@@ -293,10 +209,21 @@ def _swap_pairs(
     return better_C
 
 
-def _step_ms(step: Step, costs: Sequence[float], num_stages: int) -> float:
-    """Time of the slowest rank: its sum, and its slowest micro-batch once more for each other pipeline stage."""
-    times = [[sum(costs[s] for s in slot) for slot in rank] for rank in step]
-    return max(sum(rank) + (num_stages - 1) * max(rank) for rank in times)
+def _step_ms(step: Step, costs: Sequence[float], least: Sequence[float], num_stages: int) -> tuple[float, float]:
+    """(predicted time of a step, the same if it were even), times the number of stages.
+
+    A rank takes its sum, and in a pipeline its slowest micro-batch once more for each other stage. Tuning can bring
+    every rank down to the mean of all, or as far as `least` allows.
+    """
+
+    def ranks_ms(times: Sequence[float]) -> tuple[list[float], float]:
+        slots = [[sum(times[s] for s in slot) for slot in rank] for rank in step]
+        sums = [sum(rank) for rank in slots]
+        even = sum(sums) / len(step) * (1 + (num_stages - 1) / len(step[0]))
+        return [total + (num_stages - 1) * max(rank) for total, rank in zip(sums, slots, strict=True)], even
+
+    base, even = ranks_ms(costs)
+    return max(sum(base) / len(base), max(ranks_ms(least)[0])), even
 
 
 def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float]) -> Step | None:

@@ -25,6 +25,7 @@ PURE = {
     "latency_profile",
     "optimal",
     "pipeline_schedule",
+    "placement",
     "planner",
     "prediction_error",
     "rivals",

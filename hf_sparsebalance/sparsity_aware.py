@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from hf_sparsebalance.epoch import Epoch, Rank, Step, greedy_partition, small_at_both_ends
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.pipeline_schedule import one_f_one_b, time_pipelines
 from hf_sparsebalance.placement import Window, alike, dealt, filled
 
 __all__ = ["sparsity_aware"]
@@ -39,6 +40,7 @@ _MAX_ROUNDS = 64  # of swaps; heavy-tailed lengths need about ten
 _EVEN = 1e-4  # relative spread of ranks below which a window or step is left alone
 _WASTE = 2e-3  # relative: a window that loses no more is not placed again
 _MOST_FILLED = 8192  # samples of a window; with more the deal is even enough, and filling slow
+_FORWARD = 1 / 3  # of a micro-batch's time
 _CHUNK = 1 << 20  # differences tried at once: bounds the memory of a round
 
 
@@ -52,8 +54,8 @@ def sparsity_aware(
         costs: predicted milliseconds of each sample at the base budget.
         least: predicted milliseconds of each sample at the smallest budget that tuning may choose.
         window: global batches planned together; with 1 each step keeps the samples that `random` gives it.
-        num_stages: pipeline stages; above 1 a rank is taken to last (its sum + (num_stages - 1) * its slowest
-            micro-batch) / num_stages, and its small micro-batches come first and last.
+        num_stages: pipeline stages; above 1 a rank lasts as long as its 1F1B pipeline, and its small micro-batches
+            come first and last.
 
     Raises:
         UserError: a step's documents do not fit under max_tokens.
@@ -69,8 +71,6 @@ def sparsity_aware(
         for plan in plans:
             shuffle(plan)
             steps += plan
-    if num_stages > 1:
-        steps = [[small_at_both_ends(rank) for rank in step] for step in steps]
     return steps
 
 
@@ -91,12 +91,13 @@ def _plan_windows(
     if num_stages > 1:
         ways.append(alike)
     for place in ways:
-        again = [w for w, (time_ms, even_ms) in enumerate(times) if time_ms > even_ms * (1 + _WASTE)]
+        # A pipeline of uneven micro-batches may be quicker than an even one, so there all ways are tried.
+        again = [w for w, (ms, even_ms) in enumerate(times) if num_stages > 1 or ms > even_ms * (1 + _WASTE)]
         for w, ranks in zip(again, _compose(epoch, [windows[w] for w in again], cost_N, least_N, place), strict=True):
-            plan = [step for step in (_pack_step(rank, epoch, costs) for rank in ranks) if step is not None]
+            packed = (_pack_step(step, epoch, costs, num_stages) for step in ranks)
+            plan = [step for step in packed if step is not None]
             if len(plan) == len(ranks):
-                parts = [_step_ms(step, costs, least, num_stages) for step in plan]
-                time = sum(part[0] for part in parts), sum(part[1] for part in parts)
+                time = _time_ms(plan, costs, least, num_stages)
                 if time < times[w]:
                     plans[w], times[w] = plan, time
     fitting = [plan for plan in plans if plan is not None]
@@ -209,32 +210,43 @@ def _swap_pairs(
     return better_C
 
 
-def _step_ms(step: Step, costs: Sequence[float], least: Sequence[float], num_stages: int) -> tuple[float, float]:
-    """(predicted time of a step, the same if it were even), times the number of stages.
+def _time_ms(plan: list[Step], costs: Sequence[float], least: Sequence[float], num_stages: int) -> tuple[float, float]:
+    """(predicted time of some steps, the same if each were even).
 
-    A rank takes its sum, and in a pipeline its slowest micro-batch once more for each other stage. Tuning can bring
-    every rank down to the mean of all, or as far as `least` allows.
+    A rank takes its sum, or the makespan of its pipeline. Tuning can bring all ranks of a step down to their mean, or
+    as far as `least` allows.
     """
 
-    def ranks_ms(times: Sequence[float]) -> tuple[list[float], float]:
-        slots = [[sum(times[s] for s in slot) for slot in rank] for rank in step]
-        sums = [sum(rank) for rank in slots]
-        even = sum(sums) / len(step) * (1 + (num_stages - 1) / len(step[0]))
-        return [total + (num_stages - 1) * max(rank) for total, rank in zip(sums, slots, strict=True)], even
+    def ranks_ms(times: Sequence[float]) -> tuple[NDArray[np.float64], float]:
+        slots_SRK = np.array([[[sum(times[s] for s in slot) for slot in rank] for rank in step] for step in plan])
+        sums_SR = slots_SRK.sum(axis=2)
+        even_ms = float(sums_SR.mean(axis=1).sum())
+        if num_stages == 1:
+            return sums_SR, even_ms
+        num_slots = slots_SRK.shape[2]
+        slots_BK = slots_SRK.reshape(-1, num_slots)
+        order = one_f_one_b(num_stages, num_slots)
+        makespan_B = time_pipelines(order, slots_BK * _FORWARD, slots_BK * (1 - _FORWARD)).makespan_ms
+        return makespan_B.reshape(sums_SR.shape), even_ms * (1 + (num_stages - 1) / num_slots) / num_stages
 
-    base, even = ranks_ms(costs)
-    return max(sum(base) / len(base), max(ranks_ms(least)[0])), even
+    base_SR, even_ms = ranks_ms(costs)
+    return float(np.maximum(base_SR.mean(axis=1), ranks_ms(least)[0].max(axis=1)).sum()), even_ms
 
 
-def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float]) -> Step | None:
-    """Pack each rank's samples into its slots, the costliest first so that slots of all ranks meet their like."""
+def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float], num_stages: int) -> Step | None:
+    """Pack each rank's samples into its slots, the costliest first so that slots of all ranks meet their like.
+
+    Pipelines get small ones at both ends. None if a rank does not fit under max_tokens.
+    """
     slots = [_pack(rank, epoch, costs) for rank in step]
     if any(rank is None for rank in slots):
         # Even cost can pile up tokens on one rank; even tokens over the same step is the best chance to fit.
         members = [s for rank in step for s in rank]
         slots = [_pack(rank, epoch, costs) for rank in greedy_partition(members, epoch.lengths, len(step))]
     filled = [rank for rank in slots if rank is not None]
-    return filled if len(filled) == len(slots) else None
+    if len(filled) < len(slots):
+        return None
+    return [small_at_both_ends(rank) for rank in filled] if num_stages > 1 else filled
 
 
 def _pack(samples: Rank, epoch: Epoch, costs: Sequence[float]) -> list[tuple[int, ...]] | None:

@@ -144,12 +144,15 @@ def fig8(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def fig9(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Micro-batches of 1, 2 and 4 documents."""
+    """Micro-batches of 1, 2 and 4 documents; then with a window of 4."""
     out = []
     for batch_size in (1, 2, 4):
         simulation = simulation_of("chatqa2", args.steps, paper_setup(batch_size))
         rows, _ = compare(simulation, ("mean",), ("random", "length_partition", "sparsity_aware"))
-        out += [{"batch_size": batch_size, **described(row)} for row in rows]
+        wider = Simulation(simulation.workload, simulation.predictor, replace(simulation.setup, window=4))
+        more, _ = compare(wider, ("mean",), ("sparsity_aware",))
+        windows = [(1, row) for row in rows] + [(4, row) for row in more if row.tuning != "dense"]
+        out += [{"batch_size": batch_size, "window": window, **described(row)} for window, row in windows]
     return out
 
 

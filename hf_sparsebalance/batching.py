@@ -93,7 +93,8 @@ def plan_batches(
         cost_ms: predicted time of each sample at base budget, needed by COST_STRATEGIES.
         least_ms: predicted time of each sample at the smallest budget that tuning may choose; default: cost_ms, no
             tuning. Only `sparsity_aware` looks at it.
-        num_stages: pipeline stages. Above 1 `sparsity_aware` puts each rank's small micro-batches first and last.
+        num_stages: pipeline stages. Above 1 `sparsity_aware` lets samples of like time meet in a step where a 1F1B
+            pipeline is quicker for it, and puts each rank's small micro-batches first and last.
 
     Raises:
         UserError: an argument is out of range, fewer samples than one global batch, no (or not one) cost per sample

@@ -5,10 +5,12 @@ planned together:
 
 1. Each step gets a *level*, the time its ranks should take: the mean over the window, or more where a single sample
    needs longer. Work beside such a sample is free, as the step lasts that long anyway.
-2. Samples go, the costliest first, to the rank with most room below its level; all ranks get equally many.
+2. Samples are dealt, the costliest first, to the rank with most room below its level; all ranks get equally many.
 3. Pairs of ranks, the most overfull with the emptiest, swap two samples as long as that evens them; first over the
    window, then, once ranks of like time are joined to steps, inside each step.
 4. Each rank's samples are packed into its micro-batches.
+5. A window that still wastes time is placed in other ways too (`placement`), and the quickest is kept: step by step
+   beside outliers, and for pipelines, which wait for a step's slowest micro-batch, neighbours in time step by step.
 
 With `least_ms` (the shortest time tuning can give a sample) the level of a step is what its longest sample can be
 tuned down to. The other ranks' times at base meet that level, so it lies within every rank's reachable interval.
@@ -17,20 +19,28 @@ O(N log N) for the assignment and a bounded number of numpy passes over N * samp
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hf_sparsebalance.epoch import Epoch, Rank, Step, greedy_partition, small_at_both_ends
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.pipeline_schedule import one_f_one_b, time_pipelines
+from hf_sparsebalance.placement import Window, alike, dealt, filled
 
 __all__ = ["sparsity_aware"]
 
+Batch: TypeAlias = tuple[list[int], list[int]]  # samples, extra samples
+
 _MAX_ROUNDS = 64  # of swaps; heavy-tailed lengths need about ten
 _EVEN = 1e-4  # relative spread of ranks below which a window or step is left alone
+_WASTE = 2e-3  # relative: a window that loses no more is not placed again
+_MOST_FILLED = 8192  # samples of a window; with more the deal is even enough, and filling slow
+_FORWARD = 1 / 3  # of a micro-batch's time
 _CHUNK = 1 << 20  # differences tried at once: bounds the memory of a round
 
 
@@ -44,101 +54,104 @@ def sparsity_aware(
         costs: predicted milliseconds of each sample at the base budget.
         least: predicted milliseconds of each sample at the smallest budget that tuning may choose.
         window: global batches planned together; with 1 each step keeps the samples that `random` gives it.
-        num_stages: pipeline stages; above 1 each rank's small micro-batches come first and last.
+        num_stages: pipeline stages; above 1 a rank lasts as long as its 1F1B pipeline, and its small micro-batches
+            come first and last.
 
     Raises:
         UserError: a step's documents do not fit under max_tokens.
     """
     cost_N, least_N = np.asarray(costs, dtype=np.float64), np.asarray(least, dtype=np.float64)
     batches = epoch.global_batches(epoch.shuffled())
-    ranks: list[list[Rank]] = []
-    whole = len(batches) // window * window
-    for members in (batches[:whole], batches[whole:]):
-        if members:
-            ranks += _compose(epoch, members, cost_N, least_N, min(window, len(members)))
     shuffle = Random(f"{epoch.seed}-{epoch.epoch}-steps").shuffle
+    whole = len(batches) // window * window
     steps: list[Step] = []
-    for first in range(0, len(ranks), window):
-        packed = [_pack_step(step, epoch, costs, num_stages) for step in ranks[first : first + window]]
-        shuffle(packed)
-        steps += packed
+    for members, size in ((batches[:whole], window), (batches[whole:], len(batches) - whole)):
+        windows = [members[first : first + size] for first in range(0, len(members), max(size, 1))]
+        plans = _plan_windows(epoch, windows, cost_N, least_N, num_stages)
+        for plan in plans:
+            shuffle(plan)
+            steps += plan
     return steps
+
+
+def _plan_windows(
+    epoch: Epoch,
+    windows: list[list[Batch]],
+    cost_N: NDArray[np.float64],
+    least_N: NDArray[np.float64],
+    num_stages: int,
+) -> list[list[Step]]:
+    """The steps of each window; those that waste time as dealt are placed in other ways too, and the quickest kept."""
+    costs, least = cost_N.tolist(), least_N.tolist()
+    plans: list[list[Step] | None] = [None] * len(windows)
+    times = [(math.inf, 0.0)] * len(windows)
+    ways = [dealt]
+    if windows and len(windows[0]) * epoch.global_batch <= _MOST_FILLED:
+        ways.append(filled)
+    if num_stages > 1:
+        ways.append(alike)
+    for place in ways:
+        # A pipeline of uneven micro-batches may be quicker than an even one, so there all ways are tried.
+        again = [w for w, (ms, even_ms) in enumerate(times) if num_stages > 1 or ms > even_ms * (1 + _WASTE)]
+        for w, ranks in zip(again, _compose(epoch, [windows[w] for w in again], cost_N, least_N, place), strict=True):
+            packed = (_pack_step(step, epoch, costs, num_stages) for step in ranks)
+            plan = [step for step in packed if step is not None]
+            if len(plan) == len(ranks):
+                time = _time_ms(plan, costs, least, num_stages)
+                if time < times[w]:
+                    plans[w], times[w] = plan, time
+    fitting = [plan for plan in plans if plan is not None]
+    if len(fitting) < len(plans):
+        raise UserError(
+            f"a step's documents do not fit into {epoch.num_slots} micro-batches per rank of at most "
+            f"{epoch.max_tokens} tokens: raise max_tokens or gradient_accumulation_steps, or lower "
+            "per_device_train_batch_size"
+        )
+    return fitting
 
 
 def _compose(
     epoch: Epoch,
-    batches: list[tuple[list[int], list[int]]],
+    windows: list[list[Batch]],
     cost_N: NDArray[np.float64],
     least_N: NDArray[np.float64],
-    window: int,
-) -> list[list[Rank]]:
-    """[step][rank] samples of windows of one size, evened."""
-    num_ranks = epoch.num_ranks
+    place: Callable[[Window], tuple[list[Rank], list[float]]],
+) -> list[list[list[Rank]]]:
+    """[window][step][rank] samples of windows of one size, placed and evened."""
+    if not windows:
+        return []
+    num_ranks, num_steps = epoch.num_ranks, len(windows[0])
     per_rank = epoch.num_slots * epoch.batch_size
     ids, targets, small = [], [], []
-    for first in range(0, len(batches), window):
-        pool = np.array([s for batch, extras in batches[first : first + window] for s in (*batch, *extras)])
+    for window in windows:
+        pool = np.array([s for batch, extras in window for s in (*batch, *extras)])
         pool = pool[np.argsort(-cost_N[pool], kind="stable")]
-        size = window * num_ranks * per_rank
-        level_S = _levels(cost_N[pool[:size]], least_N[pool[:size]], window, num_ranks, per_rank)
-        target_B = np.repeat(level_S, num_ranks)
-        ids.append(pool[:size][_assign(cost_N[pool[:size]].tolist(), target_B.tolist(), per_rank)])
+        kept = pool[: num_steps * num_ranks * per_rank]
+        bins, target_B = place(Window(cost_N[kept].tolist(), least_N[kept].tolist(), num_ranks, per_rank))
+        ids.append(kept[bins])
         targets.append(target_B)
-        small += pool[size:].tolist()  # the cheapest samples are the extra ones: they disturb the balance least
+        small.append(pool[len(kept) :].tolist())  # the cheapest are the extra ones: they disturb the balance least
     ids_WBK, target_WB = np.array(ids), np.array(targets)
-    _swap(ids_WBK, cost_N, target_WB)
-    # Ranks of like time form a step; one that tuning must shorten counts with the time it can be brought to.
-    sum_WB = cost_N[ids_WBK].sum(axis=2)
-    reach_WB = np.where(
-        sum_WB > target_WB, np.clip(least_N[ids_WBK].sum(axis=2), np.minimum(target_WB, sum_WB), sum_WB), sum_WB
-    )
-    order_WB = np.argsort(-reach_WB, axis=1, kind="stable")
-    ids_SRK = np.take_along_axis(ids_WBK, order_WB[:, :, None], axis=1).reshape(len(batches), num_ranks, per_rank)
+    if place is not alike:
+        _swap(ids_WBK, cost_N, target_WB)
+        # Ranks of like time form a step; one that tuning must shorten counts with the time it can be brought to.
+        sum_WB = cost_N[ids_WBK].sum(axis=2)
+        reach_WB = np.where(
+            sum_WB > target_WB, np.clip(least_N[ids_WBK].sum(axis=2), np.minimum(target_WB, sum_WB), sum_WB), sum_WB
+        )
+        order_WB = np.argsort(-reach_WB, axis=1, kind="stable")
+        ids_WBK = np.take_along_axis(ids_WBK, order_WB[:, :, None], axis=1)
+    ids_SRK = ids_WBK.reshape(-1, num_ranks, per_rank)
     _swap(ids_SRK, cost_N, np.zeros(ids_SRK.shape[:2]))
-    ranks: list[list[Rank]] = ids_SRK.tolist()
-    for step, sum_R, (_, extras) in zip(ranks, cost_N[ids_SRK].sum(axis=2), batches, strict=True):
-        for sample in small[: len(extras)]:
-            lightest = int(sum_R.argmin())
-            step[lightest].append(sample)
-            sum_R[lightest] += cost_N[sample]
-        small = small[len(extras) :]
-    return ranks
-
-
-def _levels(
-    cost_P: NDArray[np.float64], least_P: NDArray[np.float64], num_steps: int, num_ranks: int, per_rank: int
-) -> NDArray[np.float64]:
-    """Time each step's ranks should take, longest first, from the costs of a window in descending order."""
-    done_P = np.concatenate(([0.0], np.cumsum(cost_P)))
-    fill = float(cost_P[len(cost_P) - per_rank + 1 :].sum())  # the least that can join a sample on its rank
-    rest = float(done_P[-1])
-    level_S = np.empty(num_steps)
-    for step in range(num_steps):
-        first = step * num_ranks
-        mean = rest / ((num_steps - step) * num_ranks)
-        longest = float(least_P[first : first + num_ranks].max()) + fill
-        if longest <= mean:
-            level_S[step:] = mean
-            break
-        level_S[step] = longest
-        # Beside the longest sample the step can take no more than the next samples hold.
-        rest -= min(longest * num_ranks, float(done_P[first + num_ranks * per_rank] - done_P[first]))
-    return level_S
-
-
-def _assign(costs: list[float], targets: list[float], per_rank: int) -> NDArray[np.intp]:
-    """[rank, k] positions of costs (descending): each to the rank with most room below its target."""
-    heap = [(-target, b) for b, target in enumerate(targets)]
-    heapq.heapify(heap)
-    bins: list[list[int]] = [[] for _ in targets]
-    for position, cost in enumerate(costs):
-        room, b = heap[0]
-        bins[b].append(position)
-        if len(bins[b]) == per_rank:
-            heapq.heappop(heap)
-        else:
-            heapq.heapreplace(heap, (room + cost, b))
-    return np.array(bins, dtype=np.intp)
+    composed: list[list[list[Rank]]] = ids_SRK.reshape(-1, num_steps, num_ranks, per_rank).tolist()
+    for steps, window, spare in zip(composed, windows, small, strict=True):
+        for step, (_, extras) in zip(steps, window, strict=True):
+            sums = cost_N[step].sum(axis=1)
+            for _ in extras:
+                lightest = int(sums.argmin())
+                step[lightest].append(spare.pop(0))
+                sums[lightest] += cost_N[step[lightest][-1]]
+    return composed
 
 
 def _swap(ids_GBK: NDArray[np.intp], cost_N: NDArray[np.float64], target_GB: NDArray[np.float64]) -> None:
@@ -197,8 +210,34 @@ def _swap_pairs(
     return better_C
 
 
-def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float], num_stages: int) -> Step:
-    """Pack each rank's samples into its slots, the costliest first so that slots of all ranks meet their like."""
+def _time_ms(plan: list[Step], costs: Sequence[float], least: Sequence[float], num_stages: int) -> tuple[float, float]:
+    """(predicted time of some steps, the same if each were even).
+
+    A rank takes its sum, or the makespan of its pipeline. Tuning can bring all ranks of a step down to their mean, or
+    as far as `least` allows.
+    """
+
+    def ranks_ms(times: Sequence[float]) -> tuple[NDArray[np.float64], float]:
+        slots_SRK = np.array([[[sum(times[s] for s in slot) for slot in rank] for rank in step] for step in plan])
+        sums_SR = slots_SRK.sum(axis=2)
+        even_ms = float(sums_SR.mean(axis=1).sum())
+        if num_stages == 1:
+            return sums_SR, even_ms
+        num_slots = slots_SRK.shape[2]
+        slots_BK = slots_SRK.reshape(-1, num_slots)
+        order = one_f_one_b(num_stages, num_slots)
+        makespan_B = time_pipelines(order, slots_BK * _FORWARD, slots_BK * (1 - _FORWARD)).makespan_ms
+        return makespan_B.reshape(sums_SR.shape), even_ms * (1 + (num_stages - 1) / num_slots) / num_stages
+
+    base_SR, even_ms = ranks_ms(costs)
+    return float(np.maximum(base_SR.mean(axis=1), ranks_ms(least)[0].max(axis=1)).sum()), even_ms
+
+
+def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float], num_stages: int) -> Step | None:
+    """Pack each rank's samples into its slots, the costliest first so that slots of all ranks meet their like.
+
+    Pipelines get small ones at both ends. None if a rank does not fit under max_tokens.
+    """
     slots = [_pack(rank, epoch, costs) for rank in step]
     if any(rank is None for rank in slots):
         # Even cost can pile up tokens on one rank; even tokens over the same step is the best chance to fit.
@@ -206,11 +245,7 @@ def _pack_step(step: list[Rank], epoch: Epoch, costs: Sequence[float], num_stage
         slots = [_pack(rank, epoch, costs) for rank in greedy_partition(members, epoch.lengths, len(step))]
     filled = [rank for rank in slots if rank is not None]
     if len(filled) < len(slots):
-        raise UserError(
-            f"a step's documents do not fit into {epoch.num_slots} micro-batches per rank of at most "
-            f"{epoch.max_tokens} tokens: raise max_tokens or gradient_accumulation_steps, or lower "
-            "per_device_train_batch_size"
-        )
+        return None
     return [small_at_both_ends(rank) for rank in filled] if num_stages > 1 else filled
 
 

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from hf_sparsebalance.batching import STRATEGIES, displacements, plan_batches
+from hf_sparsebalance.batching import STRATEGIES, BatchPlan, displacements, plan_batches
+from hf_sparsebalance.epoch import small_at_both_ends
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.latency import Latency
+from hf_sparsebalance.schedule import simulate_step
 
 
 def cost(length):
@@ -300,15 +303,46 @@ def test_pipelines_begin_and_end_with_small_micro_batches():
     costs = [cost(n) for n in lengths]
     options = {"strategy": "sparsity_aware", "num_ranks": 2, "num_slots": 6, "window": 4, "cost_ms": costs}
     staged, plain = plan_batches(lengths, num_stages=4, **options), plan_batches(lengths, **options)
-    for before, after in zip(plain.steps, staged.steps, strict=True):
-        for falling, rank in zip(before, after, strict=True):
-            times = [costs[i] for (i,) in rank]
-            assert sorted(falling) == sorted(rank)
-            assert sorted(times[:1] + times[-1:]) == sorted(times)[:2]
-            peak = times.index(max(times))
-            assert times[: peak + 1] == sorted(times[: peak + 1])
-            assert times[peak:] == sorted(times[peak:], reverse=True)
-            assert [costs[i] for (i,) in falling] == sorted(times, reverse=True)
+    for rank in (rank for step in staged.steps for rank in step):
+        times = [costs[i] for (i,) in rank]
+        assert sorted(times[:1] + times[-1:]) == sorted(times)[:2]
+        peak = times.index(max(times))
+        assert times[: peak + 1] == sorted(times[: peak + 1])
+        assert times[peak:] == sorted(times[peak:], reverse=True)
+    for rank in (rank for step in plain.steps for rank in step):
+        assert [costs[i] for (i,) in rank] == sorted((costs[i] for (i,) in rank), reverse=True)
+
+
+def pipelined_ms(plan, costs, num_stages):
+    """Total of the steps by the event recursion of 1F1B, a third of each micro-batch's time forward."""
+    total = 0.0
+    for step in plan.steps:
+        times = [[sum(costs[i] for i in slot) for slot in rank] for rank in step]
+        latencies = [[Latency(ms / 3, ms * 2 / 3) for ms in rank] for rank in times]
+        total += simulate_step(latencies, num_stages=num_stages).step_ms
+    return total
+
+
+def test_pipelines_let_like_samples_meet():
+    """Four long and twelve short samples each fill steps of their own: a mix would wait for a long one every step."""
+    costs = [9.0] * 4 + [1.0] * 12
+    options = {"strategy": "sparsity_aware", "num_ranks": 2, "num_slots": 2, "cost_ms": costs, "num_stages": 4}
+    plan = plan_batches([100] * 16, window=4, **options)
+    kinds = sorted([costs[i] for i in samples_of(plan, step)] for step in range(4))
+    assert kinds == [[1.0] * 4] * 3 + [[9.0] * 4]
+    # Even micro-batches: two a rank, and three stages more to fill and drain.
+    assert pipelined_ms(plan, costs, 4) == pytest.approx((2 + 3) * (9 + 3 * 1) / 4)
+
+
+@settings(deadline=None)
+@given(problems())
+def test_planned_for_a_pipeline_is_no_slower_in_it(problem):
+    """Planned for four stages an epoch takes no longer in their pipeline than dealt, evened and put in its order."""
+    lengths, options = problem
+    costs = options["cost_ms"]
+    staged, mixed = (plan_batches(lengths, strategy="sparsity_aware", num_stages=n, **options) for n in (4, 1))
+    mixed = BatchPlan(tuple(tuple(tuple(small_at_both_ends(list(rank))) for rank in step) for step in mixed.steps))
+    assert pipelined_ms(staged, costs, 4) <= pipelined_ms(mixed, costs, 4) * (1 + 1e-12)
 
 
 def test_displacement_is_bounded_by_the_window():

@@ -12,10 +12,7 @@ exceeds: a step's longest sample may leave too little to do beside it, or too ma
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import random
 import sys
 import sysconfig
@@ -23,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -169,11 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in measure(name, lengths, num_ranks, num_slots)
     ]
     if args.json:
-        document = {
-            "program": "batching_quality",
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
-            "versions": {"python": platform.python_version(), "numpy": numpy.__version__},
+        document = provenance("numpy") | {
             "cost_ms": f"{LINEAR_MS} n + {ATTENTION_MS} x {DENSITY} x lognormal(0, {SPREAD}) x n^2",
             "rows": rows,
         }

@@ -10,10 +10,7 @@ warm-up: elapsed time, and the process's CPU time, which other processes disturb
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import random
 import statistics
 import sys
@@ -22,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -126,11 +123,7 @@ def main() -> int:
         {"what": "curves of a step", "num_ranks": num_ranks, "num_slots": num_slots, **timed(look_up, args.repeats)}
     )
     if args.json:
-        document = {
-            "program": "planning_scale",
-            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "machine": {"cpu": platform.machine(), "cores": os.cpu_count()},
-            "versions": {"python": platform.python_version(), "numpy": numpy.__version__},
+        document = provenance("numpy") | {
             "repeats": args.repeats,
             "rows": rows,
         }

@@ -11,11 +11,7 @@ One number is calibrated: table2 scales time so that the baseline row takes the 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -23,8 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -208,7 +203,7 @@ def show(document: dict[str, Any], console: Console) -> None:
     """The table and its caption."""
     rows = document["rows"]
     columns = [column for column in COLUMNS if column[1] in rows[0]]
-    table = Table(*(heading for heading, _, _ in columns), title=f"{document['command']}, simulated")
+    table = Table(*(heading for heading, _, _ in columns), title=f"{document['settings']['command']}, simulated")
     for row in rows:
         table.add_row(*("" if row[name] is None else text.format(row[name]) for _, name, text in columns))
     console.print(table)
@@ -229,15 +224,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     distribution = "wlb" if args.command == "scaling" else "chatqa2"
-    document = {
-        "command": args.command,
+    document = provenance("numpy", "torch") | {
         "settings": vars(args),
         "notes": [CAPTIONS[args.command], f"Lengths: {DISTRIBUTIONS[distribution][0]}. Times: {H100_ASSUMPTIONS}."],
         "rows": COMMANDS[args.command](args),
-        "run": f"python {shlex.join(sys.argv)}",
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "numpy": numpy.__version__, "torch": torch.__version__},
     }
     if args.json == "-":
         print(json.dumps(document, indent=2))

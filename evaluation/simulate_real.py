@@ -17,19 +17,14 @@ optimizer, data) were fitted to them, as training does.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 
@@ -153,14 +148,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     errors = [abs(row["error"]) for row in rows]
     summary = {"runs": len(rows), "mean_error": statistics.fmean(errors), "largest_error": max(errors)}
-    document = {
-        "command": f"python {shlex.join(sys.argv)}",
+    document = provenance("numpy", "torch") | {
         "settings": vars(args),
         "summary": summary,
         "runs": rows,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
-        "versions": {"python": platform.python_version(), "numpy": numpy.__version__, "torch": torch.__version__},
     }
     if args.json == "-":
         print(json.dumps(document, indent=2, default=str))

@@ -18,8 +18,18 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["WEIGHT_SHARE", "Operation", "PipelineOrder", "PipelineTimes", "gpipe", "one_f_one_b", "time_pipelines"]
+__all__ = [
+    "WEIGHT_SHARE",
+    "Operation",
+    "PipelineOrder",
+    "PipelineTimes",
+    "gpipe",
+    "makespans_1f1b",
+    "one_f_one_b",
+    "time_pipelines",
+]
 
+_FORWARD = 1 / 3  # of a micro-batch's time, where only the whole is known
 # Of a linear layer's backward half is W, of attention's nothing: a third where attention is a third of the backward.
 WEIGHT_SHARE = 1 / 3
 
@@ -73,6 +83,12 @@ def one_f_one_b(num_stages: int, num_micro_batches: int) -> PipelineOrder:
         operations += [Operation("B", stage, i) for i in range(num_micro_batches - warm_up, num_micro_batches)]
         order.append(operations)
     return order
+
+
+def makespans_1f1b(times_ms: NDArray[np.float64], num_stages: int) -> NDArray[np.float64]:
+    """[replicas] makespans under 1F1B from [replicas, micro-batches] whole times, a third of each the forward pass."""
+    order = one_f_one_b(num_stages, times_ms.shape[1])
+    return time_pipelines(order, times_ms * _FORWARD, times_ms * (1 - _FORWARD)).makespan_ms
 
 
 def time_pipelines(

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from hf_sparsebalance.epoch import Epoch, Rank, Step, greedy_partition, small_at_both_ends
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.pipeline_schedule import one_f_one_b, time_pipelines
+from hf_sparsebalance.pipeline_schedule import makespans_1f1b
 from hf_sparsebalance.placement import Window, alike, dealt, filled
 
 __all__ = ["sparsity_aware"]
@@ -40,7 +40,6 @@ _MAX_ROUNDS = 64  # of swaps; heavy-tailed lengths need about ten
 _EVEN = 1e-4  # relative spread of ranks below which a window or step is left alone
 _WASTE = 2e-3  # relative: a window that loses no more is not placed again
 _MOST_FILLED = 8192  # samples of a window; with more the deal is even enough, and filling slow
-_FORWARD = 1 / 3  # of a micro-batch's time
 _CHUNK = 1 << 20  # differences tried at once: bounds the memory of a round
 
 
@@ -224,9 +223,7 @@ def _time_ms(plan: list[Step], costs: Sequence[float], least: Sequence[float], n
         if num_stages == 1:
             return sums_SR, even_ms
         num_slots = slots_SRK.shape[2]
-        slots_BK = slots_SRK.reshape(-1, num_slots)
-        order = one_f_one_b(num_stages, num_slots)
-        makespan_B = time_pipelines(order, slots_BK * _FORWARD, slots_BK * (1 - _FORWARD)).makespan_ms
+        makespan_B = makespans_1f1b(slots_SRK.reshape(-1, num_slots), num_stages)
         return makespan_B.reshape(sums_SR.shape), even_ms * (1 + (num_stages - 1) / num_slots) / num_stages
 
     base_SR, even_ms = ranks_ms(costs)

@@ -134,7 +134,7 @@ def tune_sparsity(
             with token-weighted mean budget >= base_top_p, and little work among equals.
         scope: where the step waits: "microbatch" (pipelines), "slot" (FSDP, ZeRO-3), "rank" (plain DDP).
         num_stages: stages of each rank's pipeline, for `optimal` with scope microbatch: the step is then the slowest
-            rank's (sum + (num_stages - 1) * slowest micro-batch) / num_stages.
+            rank's makespan under 1F1B, a third of each micro-batch's time its forward pass.
 
     Returns:
         The budgets and their predicted times. With `optimal` the predicted step time is never above that of the base
@@ -143,7 +143,8 @@ def tune_sparsity(
 
     Raises:
         UserError: base_top_p, tolerance, anchor or scope out of range.
-        ValueError: no micro-batches, or one without exactly one curve per document.
+        ValueError: no micro-batches, or one without exactly one curve per document; for pipelines also ranks with
+            unequally many micro-batches.
 
     Example: with two ranks of 2 and 4 ms at base and anchor mean, rank 0 gets a larger and rank 1 a smaller budget,
     each so that its sum comes as near as it may to 3 ms from below.
@@ -238,8 +239,7 @@ def _choose(
     missed = 0
     if anchor == "optimal":
         if scope == "microbatch" and num_stages > 1:
-            rank_M = _groups(micro_batches, "rank")
-            choice_M, anchor_ms = optimal_pipelined(times_MC, gains_MC, base, rank_M, num_stages)
+            choice_M, anchor_ms = optimal_pipelined(times_MC, gains_MC, base, _grid(micro_batches), num_stages)
         else:
             choice_M, anchor_ms = optimal(times_MC, gains_MC, base, group_M, scope == "rank")
     else:
@@ -305,6 +305,15 @@ def _groups(micro_batches: Sequence[MicroBatch], scope: str) -> Indices:
     keys = [m.slot if scope == "slot" else m.rank for m in micro_batches]
     group_M: Indices = np.unique(keys, return_inverse=True)[1]
     return group_M
+
+
+def _grid(micro_batches: Sequence[MicroBatch]) -> Indices:
+    """[rank, slot] numbers of the micro-batches."""
+    number_M = sorted(range(len(micro_batches)), key=lambda m: (micro_batches[m].rank, micro_batches[m].slot))
+    counts = np.unique([m.rank for m in micro_batches], return_counts=True)[1]
+    if counts.min() < counts.max():
+        raise ValueError("pipelines need equally many micro-batches on every rank")
+    return np.array(number_M, dtype=np.intp).reshape(len(counts), -1)
 
 
 def _fill(times_MC: Floats, gains_MC: Floats, part_M: Indices, cap_P: Floats, base: int) -> Indices:

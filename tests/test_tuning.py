@@ -1,5 +1,6 @@
 """Dynamic sparsity tuning against brute force and its promises."""
 
+import functools
 import itertools
 import random
 
@@ -206,11 +207,31 @@ def test_zero_tolerance_never_lowers_a_budget(micro_batches, anchor, scope):
 
 
 def pipelined_ms(micro_batches, times, num_stages):
-    """(sum + (stages - 1) * slowest) / stages of the slowest rank."""
+    """The slowest rank's makespan under 1F1B, by recursion over what each operation waits for."""
     ranks = {}
     for m, ms in zip(micro_batches, times, strict=True):
-        ranks.setdefault(m.rank, []).append(ms)
-    return max(sum(times) + (num_stages - 1) * max(times) for times in ranks.values()) / num_stages
+        ranks.setdefault(m.rank, []).append(ms / num_stages)
+    return max(makespan_1f1b(tuple(times), num_stages) for times in ranks.values())
+
+
+def makespan_1f1b(times, num_stages):
+    """One pipeline; a forward is a third of a micro-batch's time at a stage."""
+    last = len(times) - 1
+
+    @functools.cache
+    def end(kind, stage, i):
+        if kind == "F":
+            before = end("F", stage - 1, i) if stage else 0.0
+            # After its warm-up a stage runs the oldest backward before each further forward.
+            waiting = num_stages - 1 - stage
+            own = 0.0 if i == 0 else end("F", stage, i - 1) if i <= waiting else end("B", stage, i - waiting - 1)
+            return max(before, own) + times[i] / 3
+        before = end("B", stage + 1, i) if stage < num_stages - 1 else end("F", stage, i)
+        own = end("F", stage, min(i + num_stages - 1 - stage, last))
+        own = max(own, end("B", stage, i - 1)) if i else own
+        return max(before, own) + times[i] * 2 / 3
+
+    return end("B", 0, last)
 
 
 @settings(deadline=None, max_examples=40)

@@ -166,16 +166,16 @@ def table(corpus: str, rows: list[dict], chosen: list[Trial]) -> Table:
 
 
 def split(rows: list[dict], tuned: str, control: str, before: str) -> dict[str, float]:
-    """Median ratios inside a repeat: ``total`` of random over the tuned run, and its parts.
+    """Geometric means over the repeats of ratios inside a repeat: ``total`` of random over the tuned run, and its parts.
 
     ``batching`` (random over ``before``), ``less_work`` (``before`` over the control with the tuned run's work) and
-    ``balance`` (that control over the tuned run) multiply to the total, inside each repeat.
+    ``balance`` (that control over the tuned run) multiply to the total.
     """
     totals = {(row["name"], row["repeat"]): row["total_s"] for row in rows}
     repeats = sorted({row["repeat"] for row in rows})
 
     def ratio(slow: str, fast: str) -> float:
-        return statistics.median(totals[slow, repeat] / totals[fast, repeat] for repeat in repeats)
+        return statistics.geometric_mean(totals[slow, repeat] / totals[fast, repeat] for repeat in repeats)
 
     return {
         "total": ratio("random", tuned),

@@ -81,8 +81,8 @@ def predict(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
         return [slowest_ms([(m.rank, next(times)) for m in step.micro_batches], run.scope) for step in run.steps]
 
     plain = LatencyPredictor(profile)
-    fit = range(sum(len(step.micro_batches) for step in run.steps[: args.warmup]))
-    fitted = plain.refit([(*plain.components(*inputs[i]), micro_batches[i].busy_ms) for i in fit])
+    parts = iter([(*plain.components(*each), m.busy_ms) for each, m in zip(inputs, micro_batches, strict=True)])
+    fitted = plain.refit([[next(parts) for _ in step.micro_batches] for step in run.steps[: args.warmup]])
     measured_ms = [step.step_s * 1000.0 for step in run.steps]
     busy_ms = [
         slowest_ms([(m.rank, Latency(m.forward_ms, m.backward_ms)) for m in step.micro_batches], run.scope)

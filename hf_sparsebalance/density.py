@@ -199,6 +199,32 @@ def share_density(lengths: ArrayLike, density: float, block_size: int) -> NDArra
     return np.array([np.interp(density, total_K, density_K) for density_K in density_NK])
 
 
+def share_curve(
+    curve: DensityCurve, known: Sequence[DensityCurve], lengths: Sequence[int], block_size: int
+) -> list[DensityCurve]:
+    """Curve of each document of a packed micro-batch from the curve of the whole.
+
+    At each p all densities known before are off by the same factor, so that averaged over the visible pairs they give
+    what was seen (where none is beyond 1). Documents without history keep theirs.
+
+    Args:
+        curve: of the micro-batch.
+        known: of each document, as known before.
+        lengths: tokens of each document.
+        block_size: tokens of a block.
+    """
+    pairs_N = _visible_pairs(lengths, block_size)
+    if not pairs_N.any():
+        return list(known)
+    at_P = np.array(curve.top_p)
+    known_NP = densities(known, at_P)
+    ratio_P = np.array(curve.density) * pairs_N.sum() / np.maximum(pairs_N @ known_NP, _LEAST_RATIO)
+    return [
+        DensityCurve.from_measured(curve.top_p, (known_P * ratio_P).tolist()) if pairs else before
+        for known_P, pairs, before in zip(known_NP, pairs_N, known, strict=True)
+    ]
+
+
 def _visible_pairs(lengths: ArrayLike, block_size: int) -> NDArray[np.intp]:
     """(token, history block) pairs of one head of each document."""
     blocks, tail = np.divmod(np.asarray(lengths), block_size)

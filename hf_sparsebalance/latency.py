@@ -185,32 +185,38 @@ class LatencyPredictor:
         linear_ms = plain.linear(sum(lengths)).total_ms
         return plain.predict(lengths, densities, dense).total_ms - linear_ms, linear_ms
 
-    def refit(self, observations: Sequence[tuple[float, float, float]]) -> LatencyPredictor:
+    def refit(self, steps: Sequence[Sequence[tuple[float, float, float]]]) -> LatencyPredictor:
         """Fit the two scales to measured times; the table's shape stays.
 
         Relative residuals (measured - attention_scale * attention - linear_scale * linear) / (attention + linear) are
         fitted by iteratively re-weighted least squares (Huber's weights, then Tukey's), so that neither long
-        micro-batches nor a stalled step dominates. The leverage of each point bounds its weight too, since these alone
-        do not protect against an outlier that is also an extreme mix. With fewer than 8 observations, or where all mix
-        attention and linear work alike, one common ratio (the median) is taken for both. Scales are clipped to
-        [0.25, 4].
+        micro-batches nor a stalled one dominates. The leverage of each point bounds its weight too, since these alone
+        do not protect against an outlier that is also an extreme mix. A step that was slow as a whole is left out.
+        With fewer than 3 steps or 8 observations, or where all mix attention and linear work alike, one common ratio
+        (the median) is taken for both, which moves no plan. Scales are clipped to [0.25, 4].
 
         Args:
-            observations: (attention_ms, linear_ms, measured_ms) per micro-batch, the first two from `components`.
-                Entries that are not finite and positive in prediction and measurement are left out.
+            steps: of each step (attention_ms, linear_ms, measured_ms) of micro-batches, the first two from
+                `components`. Entries that are not finite and positive in prediction and measurement are left out.
 
         Returns:
             A new predictor; the same one if no observation is usable.
         """
         usable = [
-            (a, lin, m) for a, lin, m in observations if math.isfinite(a + lin + m) and a + lin > 0.0 and m > 0.0
+            (a, lin, m, number)
+            for number, step in enumerate(steps)
+            for a, lin, m in step
+            if math.isfinite(a + lin + m) and a + lin > 0.0 and m > 0.0
         ]
         if not usable:
             return self
-        attention_N, linear_N, measured_N = np.array(usable).T
+        attention_N, linear_N, measured_N, step_N = np.array(usable).T
         predicted_N = attention_N + linear_N
         share_N, ratio_N = attention_N / predicted_N, measured_N / predicted_N
-        scales = _robust_line(share_N, ratio_N) if len(usable) >= _MIN_OBSERVATIONS else None
+        usual_N = _usual_steps(ratio_N, step_N)
+        share_N, ratio_N = share_N[usual_N], ratio_N[usual_N]
+        enough = len(set(step_N)) >= _MIN_STEPS and len(ratio_N) >= _MIN_OBSERVATIONS
+        scales = _robust_line(share_N, ratio_N) if enough else None
         if scales is None:
             scales = (float(np.median(ratio_N)),) * 2
         attention_scale, linear_scale = (min(max(scale, 0.25), 4.0) for scale in scales)
@@ -229,8 +235,20 @@ def _power_law(
     return times_X
 
 
+_MIN_STEPS = 3  # of two nobody can say which one was slow
 _MIN_OBSERVATIONS = 8
+_SLOW = 0.25  # relative: steps that differ by less are not told apart
 _MIN_SHARE_SPREAD = 0.02  # below this the slope is decided by noise
+
+
+def _usual_steps(ratio_N: NDArray[np.float64], step_N: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Which observations belong to steps whose median ratio is like those of the others."""
+    numbers, which_N = np.unique(step_N, return_inverse=True)
+    level_S = np.array([np.median(ratio_N[which_N == step]) for step in range(len(numbers))])
+    off_S = np.abs(level_S - np.median(level_S))
+    usual_S = off_S <= max(4.685 * 1.4826 * float(np.median(off_S)), _SLOW * float(np.median(level_S)))
+    usual_N: NDArray[np.bool_] = usual_S[which_N] if len(numbers) >= _MIN_STEPS else np.ones(len(ratio_N), dtype=bool)
+    return usual_N
 
 
 def _robust_line(share_N: NDArray[np.float64], ratio_N: NDArray[np.float64]) -> tuple[float, float] | None:

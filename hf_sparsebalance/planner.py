@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_sparsebalance.batching import COST_STRATEGIES, BatchPlan, plan_batches
-from hf_sparsebalance.density import CurveStore, DensityCurve, share_density, top_k_density
+from hf_sparsebalance.density import CurveStore, DensityCurve, share_curve, share_density, top_k_density
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.tuning import MicroBatch, Tuning, candidate_budgets, tune_sparsity, tune_top_k
@@ -38,8 +38,9 @@ _OPTIONS = {
 # Of each document: length, density, whether the dense kernel runs.
 _Documents: TypeAlias = tuple[list[int], list[float], list[bool]]
 
-# About 64 steps of 8 micro-batches: long enough for a stable fit, short enough to follow a machine that slows down.
-OBSERVATIONS_KEPT = 512
+# Long enough for a stable fit, short enough to follow a machine that slows down; of many ranks a sample will do.
+STEPS_KEPT = 64
+OBSERVATIONS_PER_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ class Planner:
         self.lengths = lengths
         self.predictor = predictor
         self.curves = CurveStore(settings.block_size)
-        self._observations: deque[tuple[float, float, float]] = deque(maxlen=OBSERVATIONS_KEPT)
+        self._observations: deque[list[tuple[float, float, float]]] = deque(maxlen=STEPS_KEPT)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._plan: tuple[int, BatchPlan] | None = None
         self._ahead: dict[tuple[int, int], StepPlan] = {}
@@ -246,14 +247,13 @@ class Planner:
     def observe(self, measured: Sequence[Measured]) -> None:
         """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
         if self.predictor is not None and self.settings.refit:
-            for seen in measured:
-                components = self.predictor.components(*self._realised(seen))
-                self._observations.append((*components, seen.total_ms))
+            some = measured[:: -(-len(measured) // OBSERVATIONS_PER_STEP)]
+            parts = [self.predictor.components(*self._realised(seen)) for seen in some]
+            self._observations.append([(*each, seen.total_ms) for each, seen in zip(parts, some, strict=True)])
             self.predictor = self.predictor.refit(tuple(self._observations))
         for seen in measured:
-            if seen.curve is not None:
-                for sample in seen.samples:
-                    self.curves.observe(sample, self.lengths[sample], seen.curve)
+            for number, curve in zip(seen.samples, self._curves_of(seen), strict=False):
+                self.curves.observe(number, self.lengths[number], curve)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON data from which a resumed run plans on as this one would."""
@@ -261,7 +261,7 @@ class Planner:
         return {
             "order": self._order(),
             "learned": self._learned(),
-            "observations": [list(observation) for observation in self._observations],
+            "observations": [[list(observation) for observation in step] for step in self._observations],
             "snapshot": snapshot,
             "ahead": {
                 "budgets": self._budget_options(),
@@ -280,7 +280,7 @@ class Planner:
             self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
             self.predictor = _scaled(self.predictor, state["learned"]["scales"])
             self._observations.clear()
-            self._observations.extend((float(a), float(b), float(c)) for a, b, c in state["observations"])
+            self._observations.extend([(float(a), float(b), float(c)) for a, b, c in s] for s in state["observations"])
             snapshot = state["snapshot"]
             self._snapshot = None if snapshot is None else (int(snapshot["epoch"]), dict(snapshot["learned"]))
             # With other options for the budgets they are planned anew.
@@ -408,7 +408,15 @@ class Planner:
             return _by_density(lengths, share_density(lengths, density, self.settings.block_size))
         if seen.top_p is None or seen.top_p == 1.0 or seen.curve is None:
             return self._at(seen.samples, seen.top_p, self.curves)
-        return lengths, [seen.curve.at(seen.top_p)] * len(lengths), [False] * len(lengths)
+        return lengths, [curve.at(seen.top_p) for curve in self._curves_of(seen)], [False] * len(lengths)
+
+    def _curves_of(self, seen: Measured) -> list[DensityCurve]:
+        """The density curve of each document of a micro-batch, as far as it was seen; empty if none was."""
+        if seen.curve is None or len(seen.samples) == 1:
+            return [] if seen.curve is None else [seen.curve]
+        lengths = [self.lengths[sample] for sample in seen.samples]
+        known = list(map(self.curves.lookup, seen.samples, lengths))
+        return share_curve(seen.curve, known, lengths, self.settings.block_size)
 
 
 def _by_density(lengths: list[int], densities: NDArray[np.float64]) -> _Documents:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hf_sparsebalance.density import (
     CurveStore,
     DensityCurve,
+    share_curve,
     share_density,
     top_k_coverage,
     top_k_density,
@@ -196,3 +197,24 @@ def test_shared_densities_average_to_the_whole(lengths, density):
         assert np.dot(visible, shared) / sum(visible) == pytest.approx(density, abs=1e-12)
         own = top_k_density(lengths, 5, block_size)
         assert share_density(lengths, np.dot(visible, own) / sum(visible), block_size) == pytest.approx(own, abs=1e-12)
+
+
+def test_a_packed_curve_is_shared_as_the_documents_differ():
+    """With a uniform gate each packed document gets back the curve it has alone, though the whole's is another."""
+    lengths, block = (40, 300, 2000), 64
+    alone = [uniform_curve(length, block) for length in lengths]
+    pairs = [sum(t // block for t in range(length)) for length in lengths]
+    whole = [
+        sum(n * curve.density[i] for n, curve in zip(pairs, alone, strict=True)) / sum(pairs)
+        for i in range(len(alone[0].top_p))
+    ]
+    seen = DensityCurve.from_measured(alone[0].top_p, whole)
+    shared = share_curve(seen, alone, lengths, block)
+    for curve, expected in zip(shared, alone, strict=True):
+        assert curve.density == pytest.approx(expected.density, rel=1e-12)
+    # Half as dense as known: each document with history is, the one without keeps density 1.
+    halved = share_curve(
+        DensityCurve.from_measured(seen.top_p[:-1], [d / 2 for d in whole[:-1]]), alone, lengths, block
+    )
+    assert halved[0] == alone[0]
+    assert halved[2].density[:-1] == pytest.approx([d / 2 for d in alone[2].density[:-1]], rel=1e-12)

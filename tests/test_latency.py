@@ -153,9 +153,13 @@ def _observations(count, seed, attention_scale=1.3, linear_scale=0.8, noise=0.0)
     return result
 
 
+def _steps(observations, size=8):
+    return [observations[i : i + size] for i in range(0, len(observations), size)]
+
+
 def test_refit_recovers_both_scales():
     """From noiseless times the two scales come back."""
-    fitted = toy.predictor().refit(_observations(20, 0))
+    fitted = toy.predictor().refit(_steps(_observations(24, 0)))
     # IRLS stops at steps of 1e-9; its error is of that order.
     assert fitted.attention_scale == pytest.approx(1.3, rel=1e-6)
     assert fitted.linear_scale == pytest.approx(0.8, rel=1e-6)
@@ -163,31 +167,49 @@ def test_refit_recovers_both_scales():
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("stall", [3.0, 100.0])
-def test_one_stalled_step_hardly_moves_the_scales(seed, stall):
-    """One of 32 steps taking 3 or 100 times as long, wherever it is, moves a scale by 2% at most."""
+def test_one_stalled_micro_batch_hardly_moves_the_scales(seed, stall):
+    """One of 32 micro-batches taking 3 or 100 times as long, wherever it is, moves a scale by 2% at most."""
     observations = _observations(32, seed, noise=0.01)
-    clean = toy.predictor().refit(observations)
+    clean = toy.predictor().refit(_steps(observations))
     for victim in range(32):
         stalled = [(a, b, m * (stall if i == victim else 1.0)) for i, (a, b, m) in enumerate(observations)]
-        fitted = toy.predictor().refit(stalled)
+        fitted = toy.predictor().refit(_steps(stalled))
         assert fitted.attention_scale == pytest.approx(clean.attention_scale, rel=0.02)
         assert fitted.linear_scale == pytest.approx(clean.linear_scale, rel=0.02)
 
 
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("more", [lambda ms: 3.0 * ms, lambda ms: ms + 1000.0])
+@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_one_slow_step_moves_no_plan(seed, more, victim, count):
+    """However few steps there are, one that was slow as a whole leaves the two scales' ratio within 5 %."""
+    steps = _steps(_observations(8 * count, seed, noise=0.01))
+    clean = toy.predictor().refit(steps)
+    if victim < count:
+        steps[victim] = [(a, b, more(m)) for a, b, m in steps[victim]]
+    fitted = toy.predictor().refit(steps)
+    if count < 3:  # one common ratio, whatever the times: the plan is the profile's
+        assert fitted.attention_scale == fitted.linear_scale
+    else:
+        mix = clean.attention_scale / clean.linear_scale
+        assert fitted.attention_scale / fitted.linear_scale == pytest.approx(mix, rel=0.05)
+
+
 def test_refit_takes_one_ratio_where_two_are_undetermined():
     """With few observations, or all of one mix, both scales are the median ratio."""
-    few = toy.predictor().refit([(a, b, 1.5 * (a + b)) for a, b, _ in _observations(7, 1)])
+    few = toy.predictor().refit([[(a, b, 1.5 * (a + b))] for a, b, _ in _observations(7, 1)])
     assert (few.attention_scale, few.linear_scale) == (pytest.approx(1.5), pytest.approx(1.5))
-    alike = toy.predictor().refit([(2.0, 1.0, 6.0)] * 20 + [(2.0, 1.0, 900.0)])
+    alike = toy.predictor().refit([[(2.0, 1.0, 6.0)] * 5] * 4 + [[(2.0, 1.0, 900.0)]])
     assert (alike.attention_scale, alike.linear_scale) == (2.0, 2.0)
 
 
 def test_refit_is_clipped_and_ignores_unusable_times():
     """Scales stay within [0.25, 4]; NaN, zero and no observations change nothing."""
     predictor = toy.predictor()
-    assert predictor.refit([(1.0, 1.0, 100.0)]).attention_scale == 4.0
-    assert predictor.refit([(1.0, 1.0, 0.01)]).linear_scale == 0.25
-    assert predictor.refit([(1.0, 1.0, math.nan), (1.0, 1.0, 0.0), (0.0, 0.0, 1.0)]) is predictor
+    assert predictor.refit([[(1.0, 1.0, 100.0)]]).attention_scale == 4.0
+    assert predictor.refit([[(1.0, 1.0, 0.01)]]).linear_scale == 0.25
+    assert predictor.refit([[(1.0, 1.0, math.nan), (1.0, 1.0, 0.0), (0.0, 0.0, 1.0)], []]) is predictor
 
 
 def test_vectorised_and_single_predictions_agree():

@@ -166,7 +166,7 @@ def table(corpus: str, rows: list[dict], chosen: list[Trial]) -> Table:
 
 
 def split(rows: list[dict], tuned: str, control: str, before: str) -> dict[str, float]:
-    """Geometric means over the repeats of ratios inside a repeat: ``total`` of random over the tuned run, and its parts.
+    """Geometric means of ratios inside a repeat: ``total`` of random over the tuned run, and its parts.
 
     ``batching`` (random over ``before``), ``less_work`` (``before`` over the control with the tuned run's work) and
     ``balance`` (that control over the tuned run) multiply to the total.

@@ -4,8 +4,8 @@
 
 Each repeat trains everything once, an optimizer step of each run in turn (`alternating_runs.py`), every second time in
 the opposite order; ratios are taken inside a repeat.  Repeats that are there already are kept: a comparison that was
-stopped goes on with the same command.  A gain is split in two: balance (the same attended work in less time) and less
-work.  The controls have one budget for all micro-batches: `same work` attends as many pairs as the tuned run plans to,
+stopped goes on with the same command.  A gain is split into balance (evener ranks), fewer attended pairs, and cheaper
+ones.  The controls have one budget for all micro-batches: `same work` attends as many pairs as the tuned run plans to,
 `same coverage` has its token-weighted mean budget.  For the anchor `optimal` that mean is the base budget, so that its
 control with the same coverage is the run without tuning.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import statistics
@@ -42,7 +43,6 @@ from recipes.toy import build_documents, build_model  # noqa: E402
 CORPORA = ("library", "bimodal", "equal")
 OFF = ["--tolerance", "0"]
 SAB = ["--batching", "sparsity_aware", "--window", "4"]
-BASE_TOP_P = 0.2  # recipes/quickstart.yaml
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,10 @@ def run_corpus(
         runs = {name: read_run(run) for name, run in folders.items()}
         for name, run in runs.items():
             summary = summarise(run, runs["random"])
-            rows.append({**summary, "name": name, "repeat": repeat, "balance_share": balance_share(run)})
+            # Of the mean rank, forward and backward passes.
+            busy_s = sum(m.busy_ms for step in run.steps for m in step.micro_batches) / run.num_ranks / 1000.0
+            shares = {"balance_share": balance_share(run), "busy_s": busy_s}
+            rows.append({**summary, **shares, "name": name, "repeat": repeat})
     return rows
 
 
@@ -166,23 +169,34 @@ def table(corpus: str, rows: list[dict], chosen: list[Trial]) -> Table:
 
 
 def split(rows: list[dict], tuned: str, control: str, before: str) -> dict[str, float]:
-    """Geometric means of ratios inside a repeat: ``total`` of random over the tuned run, and its parts.
+    """Factors of a tuned run's gain over random order, geometric means over the repeats; they multiply to `total`.
 
-    ``batching`` (random over ``before``), ``less_work`` (``before`` over the control with the tuned run's work) and
-    ``balance`` (that control over the tuned run) multiply to the total.
+    Args:
+        rows: of one corpus.
+        tuned: the run whose gain is split.
+        control: the run with one budget and the same work.
+        before: the run without tuning, in the same order of documents.
+
+    Returns:
+        `total`; `batching` and `tuning`: how much evener the order and then the budgets make the ranks, with whatever
+        work; `fewer_pairs`: busy time that the control saves; `cheaper_pairs`: busy time that the tuned run saves
+        beyond it with as many pairs (where dense attention is faster than sparse, pairs are cheaper there); `rest`:
+        time outside micro-batches, and noise.
     """
-    totals = {(row["name"], row["repeat"]): row["total_s"] for row in rows}
+    found = {(row["name"], row["repeat"]): row for row in rows}
     repeats = sorted({row["repeat"] for row in rows})
 
-    def ratio(slow: str, fast: str) -> float:
-        return statistics.geometric_mean(totals[slow, repeat] / totals[fast, repeat] for repeat in repeats)
+    def ratio(key: str, over: str, under: str) -> float:
+        return statistics.geometric_mean(found[over, i][key] / found[under, i][key] for i in repeats)
 
-    return {
-        "total": ratio("random", tuned),
-        "batching": ratio("random", before),
-        "less_work": ratio(before, control),
-        "balance": ratio(control, tuned),
+    parts = {
+        "batching": ratio("balance_share", before, "random"),
+        "tuning": ratio("balance_share", tuned, before),
+        "fewer_pairs": ratio("busy_s", before, control),
+        "cheaper_pairs": ratio("busy_s", control, tuned),
     }
+    total = ratio("total_s", "random", tuned)
+    return {"total": total, **parts, "rest": total / math.prod(parts.values())}
 
 
 def main() -> int:
@@ -201,6 +215,8 @@ def main() -> int:
     corpora = args.corpora.split(",")
     if unknown := set(corpora) - set(CORPORA):
         parser.error(f"--corpora: {', '.join(sorted(unknown))}: known are {', '.join(CORPORA)}")
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
     if args.documents % 8 or args.documents < 8:
         parser.error("--documents must be a multiple of 8: two ranks with four micro-batches each")
     console, chosen = Console(), trials()

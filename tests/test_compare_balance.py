@@ -1,6 +1,7 @@
 """The comparison of real runs: its turns, its controls, its documents and how a gain is split."""
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -40,17 +41,26 @@ def test_a_control_has_the_weighted_mean_of_the_planned_budgets():
     assert mean_top_p(planner, "causal_pairs") == pytest.approx(expected)
 
 
-def test_parts_multiply_to_the_total():
-    """random / tuned = (random / before) * (before / control) * (control / tuned), over several repeats too."""
-    seconds = {"random": (12.0, 9.0), "sab": (10.0, 11.0), "sab dst: same work": (8.0, 9.5), "sab dst": (7.5, 6.0)}
+def test_a_gain_is_split_by_what_was_measured():
+    """A tuned run that is only evener gains by tuning alone; fewer and cheaper pairs show in the busy times."""
+    # (total, busy, share): total is busy / share, plus one second beside micro-batches.
+    measured = {
+        "random": [(11.0, 8.0, 0.8), (21.0, 16.0, 0.8)],
+        "sab": [(9.0 + 8 / 9, 8.0, 0.9), (18.0 + 7 / 9, 16.0, 0.9)],
+        "control": [(7.0, 5.4, 0.9), (13.0, 10.8, 0.9)],
+        "tuned": [(6.0, 5.0, 1.0), (11.0, 10.0, 1.0)],
+    }
     rows = [
-        {"name": name, "repeat": repeat, "total_s": total}
-        for name, totals in seconds.items()
-        for repeat, total in enumerate(totals)
+        {"name": name, "repeat": repeat, "total_s": total, "busy_s": busy, "balance_share": share}
+        for name, repeats in measured.items()
+        for repeat, (total, busy, share) in enumerate(repeats)
     ]
-    parts = program.split(rows, "sab dst", "sab dst: same work", "sab")
-    assert parts["total"] == pytest.approx((12 / 7.5 * 9 / 6) ** 0.5)
-    assert parts["batching"] * parts["less_work"] * parts["balance"] == pytest.approx(parts["total"])
+    parts = program.split(rows, "tuned", "control", "sab")
+    assert parts["total"] == pytest.approx((11 / 6 * 21 / 11) ** 0.5)
+    assert parts["batching"] == pytest.approx(0.9 / 0.8) and parts["tuning"] == pytest.approx(1 / 0.9)
+    assert parts["fewer_pairs"] == pytest.approx(8 / 5.4) and parts["cheaper_pairs"] == pytest.approx(5.4 / 5)
+    product = math.prod(value for name, value in parts.items() if name != "total")
+    assert product == pytest.approx(parts["total"])
 
 
 def test_bimodal_documents_are_short_or_long(tmp_path):
@@ -77,7 +87,9 @@ def test_a_folder_of_another_size_is_refused(monkeypatch, tmp_path, capsys):
     assert stopped.value.code == 2 and "--output" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--corpora", "x"], ["--documents", "12"], ["--runs", "nothing"]])
+@pytest.mark.parametrize(
+    "arguments", [["--corpora", "x"], ["--documents", "12"], ["--runs", "nothing"], ["--repeats", "0"]]
+)
 def test_bad_options_end_with_a_line(monkeypatch, capsys, arguments):
     """A wrong option ends with status 2 and names itself."""
     monkeypatch.setattr("sys.argv", ["compare_balance.py", *arguments])

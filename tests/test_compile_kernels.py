@@ -194,7 +194,9 @@ def test_run_reports_rows_and_violations(program, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     document = json.loads(path.read_text(encoding="utf-8"))
-    assert {"command", "date", "versions", "seconds", "shared_limits", "violations", "rows"} == set(document)
+    assert set(document) == {
+        "command", "date", "machine", "versions", "seconds", "shared_limits", "violations", "rows",
+    }  # fmt: skip
     assert {"python", "torch", "triton", "ptxas", "ptxas-blackwell"} == set(document["versions"])
     rows = {(row["kernel"], row["target"]): row for row in document["rows"]}
     assert set(rows) == {(kernel, target) for kernel in ("pool", "add_parts") for target in ("sm_80", "gfx942")}

@@ -233,7 +233,7 @@ def main() -> int:
         parser.error(f"--output {args.output} holds a comparison of other sizes: choose another folder")
     marker.parent.mkdir(parents=True, exist_ok=True)
     marker.write_text(json.dumps(settings) + "\n", encoding="utf-8")
-    # Each run is a thread; with a memory arena each, too, what one has freed no other takes: 7 GB a rank instead of 1.
+    # Each run is a thread; with a memory arena each, too, what one has freed no other takes: 6 to 7 GB a rank seen.
     os.environ["MALLOC_ARENA_MAX"] = "1"
     model, profile = build_model(args.output / "model"), args.output / "profile.json"
     if not profile.exists():

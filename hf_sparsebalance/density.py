@@ -24,6 +24,7 @@ __all__ = [
     "CurveStore",
     "DensityCurve",
     "densities",
+    "share_curve",
     "share_density",
     "top_k_coverage",
     "top_k_density",

@@ -181,9 +181,9 @@ class LatencyPredictor:
 
         With the measured time beside them these are the observations `refit` takes.
         """
-        plain = LatencyPredictor(self.profile)
-        linear_ms = plain.linear(sum(lengths)).total_ms
-        return plain.predict(lengths, densities, dense).total_ms - linear_ms, linear_ms
+        linear_ms = self.linear(sum(lengths)).total_ms
+        attention_ms = self.predict(lengths, densities, dense).total_ms - linear_ms
+        return attention_ms / self.attention_scale, linear_ms / self.linear_scale
 
     def refit(self, steps: Sequence[Sequence[tuple[float, float, float]]]) -> LatencyPredictor:
         """Fit the two scales to measured times; the table's shape stays.

@@ -252,8 +252,8 @@ class Planner:
             self._observations.append([(*each, seen.total_ms) for each, seen in zip(parts, some, strict=True)])
             self.predictor = self.predictor.refit(tuple(self._observations))
         for seen in measured:
-            for number, curve in zip(seen.samples, self._curves_of(seen), strict=False):
-                self.curves.observe(number, self.lengths[number], curve)
+            for sample, curve in zip(seen.samples, self._curves_of(seen), strict=False):
+                self.curves.observe(sample, self.lengths[sample], curve)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON data from which a resumed run plans on as this one would."""

@@ -161,7 +161,7 @@ def tune_sparsity(
     budgets = candidate_budgets(base_top_p, tolerance)
     budgets_C = np.array(budgets)
     density_NC = densities(list(chain.from_iterable([m.curves for m in micro_batches])), budgets_C)
-    times_MC, tokens_M = _times_ms(micro_batches, predictor, density_NC, budgets_C == 1.0)
+    times_MC, tokens_M = _times_ms(predictor, *_documents(micro_batches), density_NC, budgets_C == 1.0)
     gains_MC = tokens_M[:, None] * budgets_C
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages)
     return replace(tuning, top_p=tuple(budgets_C[choice_M].tolist()))
@@ -208,7 +208,7 @@ def tune_top_k(
     budgets = candidate_top_k(base_top_k, least_top_k, int(lengths_N.max()), block_size)
     budgets_C = np.array(budgets)
     density_NC = top_k_density(lengths_N[:, None], budgets_C, block_size)
-    times_MC, _ = _times_ms(micro_batches, predictor, density_NC, density_NC == 1.0)
+    times_MC, _ = _times_ms(predictor, lengths_N, first_M, density_NC, density_NC == 1.0)
     gains_MC = np.add.reduceat(top_k_coverage(lengths_N[:, None], budgets_C, block_size), first_M, axis=0)
     base = budgets.index(min(base_top_k, budgets[-1]))
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, base, anchor, scope)
@@ -271,13 +271,12 @@ def _documents(micro_batches: Sequence[MicroBatch]) -> tuple[Indices, Indices]:
 
 
 def _times_ms(
-    micro_batches: Sequence[MicroBatch], predictor: LatencyPredictor, density_NC: Floats, is_dense_NC: Booleans
+    predictor: LatencyPredictor, lengths_N: Indices, first_M: Indices, density_NC: Floats, is_dense_NC: Booleans
 ) -> tuple[Floats, Indices]:
     """[micro-batch, candidate] predicted time, from each document's density at each candidate; tokens of each.
 
     `is_dense_NC`, where the dense kernel runs, is broadcast against the densities.
     """
-    lengths_N, first_M = _documents(micro_batches)
     attention_NC = np.empty_like(density_NC)
     # A few documents at a time: intermediate results stay in the cache.
     for start in range(0, len(lengths_N), _TILE):
@@ -287,7 +286,7 @@ def _times_ms(
     dense_N = predictor.attention_ms(lengths_N, 1.0, dense=True).sum(axis=0)
     np.copyto(attention_NC, dense_N[:, None], where=is_dense_NC)
     # One document each needs no sums.
-    single = len(lengths_N) == len(micro_batches)
+    single = len(lengths_N) == len(first_M)
     times_MC: Floats = attention_NC if single else np.add.reduceat(attention_NC, first_M, axis=0)
     constant_ms, tokens_M = predictor.linear(0).total_ms, np.add.reduceat(lengths_N, first_M)
     times_MC += constant_ms + (predictor.linear(1).total_ms - constant_ms) * tokens_M[:, None]

@@ -1,5 +1,5 @@
 import argparse
-import importlib.util
+import importlib
 import json
 import os
 import statistics
@@ -32,11 +32,7 @@ def run_program(*options):
 @pytest.fixture(scope="module")
 def bench():
     """The program as a module."""
-    spec = importlib.util.spec_from_file_location("bench_attention", PROGRAM)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return importlib.import_module("bench_attention")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """evaluation/compile_kernels.py: what it records, reads and holds against the limits, and one small run."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
@@ -41,11 +41,7 @@ AMDGCN = """
 @pytest.fixture(scope="module")
 def program():
     """The program as a module."""
-    spec = importlib.util.spec_from_file_location("compile_kernels", PROGRAM)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return importlib.import_module("compile_kernels")
 
 
 @pytest.fixture

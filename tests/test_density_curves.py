@@ -1,6 +1,5 @@
 """The programs that measure the sources of density curves and the split over layers, at tiny sizes."""
 
-import importlib.util
 import itertools
 import json
 import os
@@ -8,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import density_curves
+import layer_split
 import numpy as np
 import pytest
 
@@ -16,13 +17,6 @@ from recipes.toy import build_model
 
 EVALUATION = Path(__file__).resolve().parents[1] / "evaluation"
 SIZES = ("--lengths=128,192,256", "--documents=2", "--steps=2", "--block_size=16", "--threads=1")
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EVALUATION / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def run_program(name, *options):
@@ -89,10 +83,9 @@ def test_split_and_losses_of_a_recorded_run(small_run):
 @pytest.mark.parametrize(("p", "tolerance"), [(0.5, 0.2), (0.8, 0.1), (0.9, 0.2)])
 def test_split_is_the_best_of_all_splits(seed, p, tolerance):
     """For convex curves no split on the grid with the same mean and bound has less density."""
-    program = load("layer_split")
     exponents = np.random.default_rng(seed).uniform(1.0, 8.0, size=3)
-    curves = program.GRID[None, :] ** exponents[:, None]
-    budgets = program.split_budget(curves, p, tolerance)
+    curves = layer_split.GRID[None, :] ** exponents[:, None]
+    budgets = layer_split.split_budget(curves, p, tolerance)
     assert budgets.mean() == pytest.approx(p) and budgets.min() >= p - tolerance - 1e-9 and budgets.max() <= 1.0 + 1e-9
     low, hundredths = round(100 * (p - tolerance)), round(300 * p)
     best = min(
@@ -101,25 +94,23 @@ def test_split_is_the_best_of_all_splits(seed, p, tolerance):
         for b in range(low, 101)
         if low <= hundredths - a - b <= 100
     )
-    found = sum(np.interp(each, program.GRID, curve) for each, curve in zip(budgets, curves, strict=True))
+    found = sum(np.interp(each, layer_split.GRID, curve) for each, curve in zip(budgets, curves, strict=True))
     assert found == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize(("length", "block"), [(10, 4), (64, 16), (37, 5), (3, 8)])
 def test_work_counts_pairs(length, block):
     """Work is kept pairs over visible pairs, counted one by one: all of the own block, the density of the history."""
-    program = load("layer_split")
     own = sum(t // block == s // block for t in range(length) for s in range(t + 1))
     visible = length * (length + 1) // 2
-    assert program.work_of(0.25, length, block) == pytest.approx((own + 0.25 * (visible - own)) / visible)
-    assert program.work_of(1.0, length, block) == 1.0
+    assert layer_split.work_of(0.25, length, block) == pytest.approx((own + 0.25 * (visible - own)) / visible)
+    assert layer_split.work_of(1.0, length, block) == 1.0
 
 
 def test_errors_cost_balance():
     """Without errors, or with one common to all, perfect balance stays; with errors it is lost."""
-    program = load("density_curves")
-    assert program.imbalance(np.zeros(9)) == program.imbalance(np.full(9, 0.5)) == 0.0
-    small, large = (program.imbalance(np.array([-e, e])) for e in (0.02, 0.1))
+    assert density_curves.imbalance(np.zeros(9)) == density_curves.imbalance(np.full(9, 0.5)) == 0.0
+    small, large = (density_curves.imbalance(np.array([-e, e])) for e in (0.02, 0.1))
     assert 0.0 < small < large
     # The largest of 8 sums of 4 signs: about 1.42 standard deviations of .6 x .1 / 2 above the mean.
     assert 0.03 < large < 0.045

@@ -1,27 +1,17 @@
 """The programs that measure planning, at small size: how even the batches are, and what planning costs."""
 
-import importlib.util
 import itertools
 import json
 import math
 import sys
-from pathlib import Path
 
+import batching_quality
+import planning_scale
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_sparsebalance.batching import STRATEGIES, plan_batches
 from hf_sparsebalance.tuning import ANCHORS, SCOPES
-
-EVALUATION = Path(__file__).resolve().parents[1] / "evaluation"
-
-
-def load(name):
-    """A program of evaluation/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, EVALUATION / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def fastest(costs, num_ranks, num_slots):
@@ -55,13 +45,13 @@ def test_no_plan_beats_the_bound(shape, data):
     costs = data.draw(st.lists(st.sampled_from([1.0, 2.0, 3.0, 5.0, 8.0, 30.0]), min_size=size, max_size=size))
     drawn = plan_batches([1] * size, strategy="random", num_ranks=num_ranks, num_slots=num_slots)
     best = fastest(costs, num_ranks, num_slots)
-    assert load("batching_quality").bound_ms(drawn, costs, num_steps) <= best * (1 + 1e-12)
+    assert batching_quality.bound_ms(drawn, costs, num_steps) <= best * (1 + 1e-12)
 
 
 def test_batching_quality_lists_every_strategy(tmp_path, capsys):
     """Every strategy has a row in every setting; none beats perfect balance, nor SAB its bound."""
     path = tmp_path / "quality.json"
-    assert load("batching_quality").main(["--small", "--json", str(path)]) == 0
+    assert batching_quality.main(["--small", "--json", str(path)]) == 0
     document = json.loads(path.read_text())
     assert {"date", "machine", "versions", "cost_ms"} <= document.keys()
     for _, group in itertools.groupby(document["rows"], key=lambda row: (row["lengths"], row["num_slots"])):
@@ -79,7 +69,7 @@ def test_planning_scale_times_batches_and_every_tuning(tmp_path, capsys, monkeyp
     """Each way to tune and each number of ranks has a time."""
     path = tmp_path / "scale.json"
     monkeypatch.setattr(sys, "argv", ["planning_scale", "--small", "--repeats", "1", "--json", str(path)])
-    assert load("planning_scale").main() == 0
+    assert planning_scale.main() == 0
     rows = json.loads(path.read_text())["rows"]
     tuned = {(row["anchor"], row["scope"]) for row in rows if row["what"] == "tune_sparsity"}
     assert tuned == set(itertools.product(ANCHORS, SCOPES))

@@ -1,9 +1,7 @@
 """The simulator's evaluation programs at small size: the paper's experiments, and a run predicted from its log."""
 
-import importlib.util
+import importlib
 import json
-import sys
-from pathlib import Path
 
 import planning_profiles
 import pytest
@@ -12,18 +10,13 @@ from hf_sparsebalance import runlog
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.workloads import trained_curve
 
-EVALUATION = Path(__file__).resolve().parents[1] / "evaluation"
 LENGTHS = (1024, 2048, 4096, 512, 2048, 1024, 4096, 700)
 
 
 @pytest.fixture
 def program(request):
     """A program of evaluation/ as a module."""
-    spec = importlib.util.spec_from_file_location(request.param, EVALUATION / f"{request.param}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    return importlib.import_module(request.param)
 
 
 @pytest.mark.parametrize("program", ["simulate_paper"], indirect=True)

@@ -64,16 +64,18 @@ def mean_top_p(planner: Planner, weight: str) -> float:
 
     Args:
         planner: with tuning.
-        weight: of a micro-batch: its `tokens`; or `causal_pairs`, for the same work, where the gate is uniform and
-            density follows p.
+        weight: of a micro-batch: its tokens with `history`, for the same coverage; or its `causal_pairs`, for the same
+            work, where the gate is uniform and density follows p.
     """
     total = weights = 0.0
+    block_size = planner.settings.block_size
     for step in range(planner.num_steps):
         tuning = planner.budgets(0, step)
         assert tuning is not None
         for micro_batch, top_p in zip(planner.micro_batches(0, step), tuning.top_p, strict=True):
-            shares = micro_batch.lengths if weight == "tokens" else [n * (n + 1) // 2 for n in micro_batch.lengths]
-            total, weights = total + top_p * sum(shares), weights + sum(shares)
+            pairs = sum(length * (length + 1) // 2 for length in micro_batch.lengths)
+            share = micro_batch.history_tokens(block_size) if weight == "history" else pairs
+            total, weights = total + top_p * share, weights + share
     return total / weights
 
 

@@ -6,8 +6,8 @@ Each repeat trains everything once, an optimizer step of each run in turn (`alte
 the opposite order; ratios are taken inside a repeat.  Repeats that are there already are kept: a comparison that was
 stopped goes on with the same command.  A gain is split into balance (evener ranks), fewer attended pairs, and cheaper
 ones.  The controls have one budget for all micro-batches: `same work` attends as many pairs as the tuned run plans to,
-`same coverage` has its token-weighted mean budget.  For the anchor `optimal` that mean is the base budget, so that its
-control with the same coverage is the run without tuning.
+`same coverage` has its mean budget over the tokens with history.  For the anchor `optimal` that mean is the base
+budget, so that its control with the same coverage is the run without tuning.
 
 Corpora: `library`, the source files of Python's standard library, whole; `bimodal`, pieces of the same text, half of
 them short and half long; `equal`, pieces of one length, on which only `random` runs: what its ranks still differ by is
@@ -53,7 +53,7 @@ class Trial:
         name: shown, and the name of its folder.
         options: of ``sparsebalance train``.
         matches: (name of another trial, weight): the uniform budget is the mean of what that run plans, weighted by
-            ``causal_pairs`` (same work, as the gate of a random model is uniform: density follows p) or ``tokens``.
+            ``causal_pairs`` (same work, as the gate of a random model is uniform: density follows p) or ``history``.
     """
 
     name: str
@@ -74,7 +74,7 @@ def trials() -> list[Trial]:
         Trial("sab w4", [*SPARSE, *SAB, *OFF]),
         Trial("dst mean", [*random_order, *mean]),
         Trial("dst mean: same work", [*random_order, *OFF], ("dst mean", "causal_pairs")),
-        Trial("dst mean: same coverage", [*random_order, *OFF], ("dst mean", "tokens")),
+        Trial("dst mean: same coverage", [*random_order, *OFF], ("dst mean", "history")),
         Trial("dst optimal", [*random_order, *best]),
         Trial("dst optimal: same work", [*random_order, *OFF], ("dst optimal", "causal_pairs")),
         Trial("sab w4 + dst", [*SPARSE, *SAB, *best]),

@@ -111,11 +111,11 @@ def main() -> int:
             rows.append({"what": "tune_sparsity", "num_ranks": num_ranks, "num_slots": num_slots, **choice, **spent})
     store = CurveStore(known.profile.context.block_size)
     for sample, m in enumerate(micro_batches):
-        store.observe(sample, m.num_tokens, m.curves[0])
+        store.observe(sample, sum(m.lengths), m.curves[0])
 
     def look_up() -> list[MicroBatch]:
         found = [
-            (m.rank, m.slot, m.lengths, store.lookup(sample, m.num_tokens)) for sample, m in enumerate(micro_batches)
+            (m.rank, m.slot, m.lengths, store.lookup(sample, sum(m.lengths))) for sample, m in enumerate(micro_batches)
         ]
         return [MicroBatch(rank, slot, packed, (curve,)) for rank, slot, packed, curve in found]
 

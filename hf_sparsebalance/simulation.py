@@ -67,8 +67,8 @@ class Row:
     Attributes:
         batching: strategy of the batches.
         tuning: anchor of the tuning; "dense" for full attention; None for the base budget.
-        control: "compute" or "coverage" where one budget for all has the tuning's attended work or token-weighted mean
-            budget; None for the tuning itself and for rows without one.
+        control: "compute" or "coverage" where one budget for all has the tuning's attended work or mean budget; None
+            for the tuning itself and for rows without one.
         total_ms: all steps, the slowest rank of each.
         perfect_ms: the same work spread evenly in every step.
         mean_ms, median_ms, p95_ms: of a step.
@@ -76,7 +76,7 @@ class Row:
         less_work: part of the speedup that one budget for all with this row's work gives random order.
         balance: the rest of it.
         work: attended / causally visible pairs.
-        top_p: token-weighted mean budget: the lower bound of coverage.
+        top_p: mean budget over the tokens with history: the lower bound of their coverage.
         imbalance_microbatch, imbalance_slot, imbalance_rank: see StepCost; mean over steps.
         missed_anchors: micro-batches (scope rank: ranks) that the bound on coverage kept above their anchor.
     """
@@ -190,9 +190,10 @@ class Simulation:
         return self._work(sample_N, budgets.top_p[micro_N])
 
     def mean_top_p(self, plan: BatchPlan, budgets: Budgets) -> float:
-        """Token-weighted mean budget."""
+        """Mean budget over the tokens with history; 1.0 where none has any, whose coverage is complete."""
         sample_N, micro_N = _layout(plan)
-        return float(np.average(budgets.top_p[micro_N], weights=self._lengths_N[sample_N]))
+        history_N = np.maximum(self._lengths_N[sample_N] - self.predictor.profile.context.block_size, 0)
+        return float(np.average(budgets.top_p[micro_N], weights=history_N)) if history_N.any() else 1.0
 
     def same_work(self, plan: BatchPlan, budgets: Budgets) -> float:
         """The one budget for all micro-batches with the same attended work (bisection)."""

@@ -4,7 +4,8 @@ arXiv 2604.13847, Algorithm 1: each micro-batch's predicted time is moved toward
 lost coverage (Eq. 5) wins over the anchor, and among the budgets that fit the largest is taken (Eq. 6-7). With the
 budget `top_p` the bound is p >= p_base - tolerance. With `top_k`, the paper's own, coverage is known only where the
 scores are: the k chosen here is the anchor's, which each layer raises in its forward pass. Anchor `optimal` is this
-project's own: the least predicted step time whose token-weighted mean budget is no less than the base.
+project's own: the least predicted step time whose mean budget over tokens is no less than the base. Only tokens with
+history count: those of a document's first block keep all they see at any budget.
 
 Every micro-batch may take any budget of one grid. Time need not grow with p (the dense kernel at p = 1 can be
 faster than the sparse one at p = .95), so all choices go over the whole grid, never over an inverse function.
@@ -57,10 +58,9 @@ class MicroBatch:
     lengths: tuple[int, ...]
     curves: tuple[DensityCurve, ...] = ()
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return sum(self.lengths)
+    def history_tokens(self, block_size: int) -> int:
+        """Tokens of all documents that have blocks before their own, of which a budget keeps some."""
+        return sum(max(0, length - block_size) for length in self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def tune_sparsity(
         tolerance: largest allowed loss of coverage, in [0, 1]: no budget falls below base_top_p - tolerance.
         anchor: `min`, `mean` or `max` of the times at base, taken over all micro-batches (scope microbatch), within
             each slot (scope slot), or over the ranks' sums (scope rank); or `optimal`: least predicted step time
-            with token-weighted mean budget >= base_top_p, and little work among equals.
+            with mean budget >= base_top_p over the tokens with history, and little work among equals.
         scope: where the step waits: "microbatch" (pipelines), "slot" (FSDP, ZeRO-3), "rank" (plain DDP).
         num_stages: stages of each rank's pipeline, for `optimal` with scope microbatch: the step is then the slowest
             rank's makespan under 1F1B, a third of each micro-batch's time its forward pass.
@@ -161,8 +161,10 @@ def tune_sparsity(
     budgets = candidate_budgets(base_top_p, tolerance)
     budgets_C = np.array(budgets)
     density_NC = densities(list(chain.from_iterable([m.curves for m in micro_batches])), budgets_C)
-    times_MC, tokens_M = _times_ms(predictor, *_documents(micro_batches), density_NC, budgets_C == 1.0)
-    gains_MC = tokens_M[:, None] * budgets_C
+    lengths_N, first_M = _documents(micro_batches)
+    times_MC = _times_ms(predictor, lengths_N, first_M, density_NC, budgets_C == 1.0)
+    history_N = np.maximum(lengths_N - predictor.profile.context.block_size, 0)
+    gains_MC = np.add.reduceat(history_N, first_M)[:, None] * budgets_C
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages)
     return replace(tuning, top_p=tuple(budgets_C[choice_M].tolist()))
 
@@ -208,7 +210,7 @@ def tune_top_k(
     budgets = candidate_top_k(base_top_k, least_top_k, int(lengths_N.max()), block_size)
     budgets_C = np.array(budgets)
     density_NC = top_k_density(lengths_N[:, None], budgets_C, block_size)
-    times_MC, _ = _times_ms(predictor, lengths_N, first_M, density_NC, density_NC == 1.0)
+    times_MC = _times_ms(predictor, lengths_N, first_M, density_NC, density_NC == 1.0)
     gains_MC = np.add.reduceat(top_k_coverage(lengths_N[:, None], budgets_C, block_size), first_M, axis=0)
     base = budgets.index(min(base_top_k, budgets[-1]))
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, base, anchor, scope)
@@ -272,8 +274,8 @@ def _documents(micro_batches: Sequence[MicroBatch]) -> tuple[Indices, Indices]:
 
 def _times_ms(
     predictor: LatencyPredictor, lengths_N: Indices, first_M: Indices, density_NC: Floats, is_dense_NC: Booleans
-) -> tuple[Floats, Indices]:
-    """[micro-batch, candidate] predicted time, from each document's density at each candidate; tokens of each.
+) -> Floats:
+    """[micro-batch, candidate] predicted time, from each document's density at each candidate.
 
     `is_dense_NC`, where the dense kernel runs, is broadcast against the densities.
     """
@@ -290,7 +292,7 @@ def _times_ms(
     times_MC: Floats = attention_NC if single else np.add.reduceat(attention_NC, first_M, axis=0)
     constant_ms, tokens_M = predictor.linear(0).total_ms, np.add.reduceat(lengths_N, first_M)
     times_MC += constant_ms + (predictor.linear(1).total_ms - constant_ms) * tokens_M[:, None]
-    return times_MC, tokens_M
+    return times_MC
 
 
 def _anchor(anchor: str, values: Floats) -> float:

@@ -9,6 +9,7 @@ import pytest
 from alternating_runs import Turns, mean_top_p
 
 from evaluation import compare_balance as program
+from hf_sparsebalance.tuning import MicroBatch
 
 
 def test_turns_go_round_in_order():
@@ -28,14 +29,16 @@ def test_turns_go_round_in_order():
 
 
 def test_a_control_has_the_weighted_mean_of_the_planned_budgets():
-    """Same work weighs the tuned run's budgets with causal pairs, same coverage with tokens, over all steps."""
+    """Same work weighs the tuned run's budgets with causal pairs, same coverage with tokens that have history."""
     steps = [[(0.1, (100,)), (0.4, (50,))], [(0.3, (20, 10))]]  # (top_p, lengths)
+    micro_batches = [[MicroBatch(0, 0, lengths) for _, lengths in step] for step in steps]
     planner = SimpleNamespace(
         num_steps=2,
+        settings=SimpleNamespace(block_size=16),
         budgets=lambda epoch, step: SimpleNamespace(top_p=tuple(p for p, _ in steps[step])),
-        micro_batches=lambda epoch, step: [SimpleNamespace(lengths=lengths) for _, lengths in steps[step]],
+        micro_batches=lambda epoch, step: micro_batches[step],
     )
-    assert mean_top_p(planner, "tokens") == pytest.approx((10 + 20 + 9) / 180)
+    assert mean_top_p(planner, "history") == pytest.approx((0.1 * 84 + 0.4 * 34 + 0.3 * 4) / 122)
     pairs = (5050, 1275, 210 + 55)
     expected = (0.1 * pairs[0] + 0.4 * pairs[1] + 0.3 * pairs[2]) / sum(pairs)
     assert mean_top_p(planner, "causal_pairs") == pytest.approx(expected)

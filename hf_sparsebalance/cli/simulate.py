@@ -2,7 +2,7 @@
 
 Every row says how much of its speedup is less work (what one budget for all with the same work gives random order) and
 how much is balance. Each tuned row stands beside two controls, one budget for all micro-batches with the same work and
-one with the same token-weighted mean budget.
+one with the same mean budget.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ Pure: plain data in and out, no torch. A lookup costs O(1); a copy of the store 
 from __future__ import annotations
 
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -324,19 +325,28 @@ class CurveStore:
         self._typical.clear()
 
     def state_dict(self) -> dict[str, object]:
-        """Everything learnt, as plain JSON-able data; grids are stored once, since nearly all curves share one."""
-        grids: dict[tuple[float, ...], int] = {}
+        """Everything learnt, as plain JSON-able data; curves by their grid, as nearly all share one.
 
-        def pack(curve: DensityCurve) -> list[object]:
-            return [grids.setdefault(curve.top_p, len(grids)), list(curve.density)]
-
-        samples = [[sample, *pack(curve)] for sample, curve in sorted(self._samples.items())]
+        Densities are base64 of little-endian doubles: as decimal digits 100,000 curves take seconds to write.
+        """
+        grids: dict[tuple[float, ...], list[int]] = {}
+        for sample, curve in sorted(self._samples.items()):
+            grids.setdefault(curve.top_p, []).append(sample)
+        curves = [
+            {
+                "top_p": list(grid),
+                "samples": samples,
+                "densities": b64encode(
+                    np.array([self._samples[sample].density for sample in samples], dtype="<f8").tobytes()
+                ).decode("ascii"),
+            }
+            for grid, samples in grids.items()
+        ]
         buckets = [[key, each.count, each.octave, list(each.ratio)] for key, each in sorted(self._buckets.items())]
         return {
             "block_size": self.block_size,
             "average_weight": self.average_weight,
-            "grids": [list(grid) for grid in grids],
-            "samples": samples,
+            "curves": curves,
             "buckets": buckets,
         }
 
@@ -349,9 +359,11 @@ class CurveStore:
         """
         try:
             store = cls(int(_as(int, state["block_size"])), float(_as(float, state["average_weight"])))
-            grids = [tuple(float(p) for p in grid) for grid in _as(list, state["grids"])]
-            for sample, grid, density in _as(list, state["samples"]):
-                store._samples[int(sample)] = DensityCurve(grids[grid], tuple(density))
+            for group in _as(list, state["curves"]):
+                grid, samples = tuple(float(p) for p in _as(list, group["top_p"])), _as(list, group["samples"])
+                values = np.frombuffer(b64decode(_as(str, group["densities"]), validate=True), dtype="<f8")
+                for sample, density in zip(samples, values.reshape(-1, len(grid)).tolist(), strict=True):
+                    store._samples[int(sample)] = DensityCurve(grid, tuple(density))
             for key, count, octave, ratio in _as(list, state["buckets"]):
                 if len(ratio) != len(TOP_P_GRID):
                     raise ValueError(f"{len(ratio)} ratios in a bucket, not {len(TOP_P_GRID)}")

@@ -1,7 +1,9 @@
 """Density curves: interpolation, cleaning, the analytic prior and the store."""
 
+import base64
 import json
 import math
+import struct
 
 import numpy as np
 import pytest
@@ -161,12 +163,29 @@ def test_store_survives_json():
     assert [restored.lookup(*q) for q in questions] == [store.lookup(*q) for q in questions]
 
 
+def encoded(*densities):
+    """As the state holds them."""
+    return base64.b64encode(struct.pack(f"<{len(densities)}d", *densities)).decode()
+
+
+def test_state_holds_densities_to_the_bit():
+    """Each curve is in the state with the very doubles of its densities, under its grid."""
+    store, curve = CurveStore(64), DensityCurve((0.3, 1.0), (0.1 + 0.2, 1.0))
+    store.observe(7, 1000, curve)
+    assert store.state_dict()["curves"] == [
+        {"top_p": [0.3, 1.0], "samples": [7], "densities": encoded(0.1 + 0.2, 1.0)}
+    ]
+
+
 def test_damaged_state_is_a_user_error():
     """A checkpoint with damaged curves is refused in one line."""
     state = CurveStore(64).state_dict()
     for damage in (
-        {"samples": [[1, 0, [0.1]]]},
-        {"grids": None},
+        {"curves": None},
+        {"curves": [{"top_p": [0.5, 1.0], "samples": [1], "densities": "no base64"}]},
+        {"curves": [{"top_p": [0.5, 1.0], "samples": [1], "densities": encoded(0.5)}]},
+        {"curves": [{"top_p": [0.5, 1.0], "samples": [1, 2], "densities": encoded(0.5, 1.0)}]},
+        {"curves": [{"top_p": [0.5, 1.0], "samples": [1], "densities": encoded(0.5, math.nan)}]},
         {"buckets": [[9, 1, 9.5, [1.0]]]},
         {"block_size": "x"},
         {"block_size": 0},

@@ -61,24 +61,25 @@ class Trial:
     matches: tuple[str, str] | None = None
 
 
-def trials() -> list[Trial]:
-    """Everything that is compared."""
-    random_order = [*SPARSE, "--batching", "random"]
+def trials(profile: Path) -> list[Trial]:
+    """Everything that is compared; the profile is one of sparse attention."""
+    sparse = [*SPARSE, "--profile", str(profile)]
+    random_order = [*sparse, "--batching", "random"]
     mean, best = ["--tolerance", "0.1", "--anchor", "mean"], ["--tolerance", "0.1", "--anchor", "optimal"]
     rivals = [name for name in STRATEGIES if name not in ("random", "sparsity_aware")]
     return [
         Trial("dense", ["--attn_implementation", "sdpa", "--batching", "random", *OFF]),
         Trial("random", [*random_order, *OFF]),
-        *(Trial(name, [*SPARSE, "--batching", name, *OFF]) for name in rivals),
-        Trial("sab w1", [*SPARSE, "--batching", "sparsity_aware", "--window", "1", *OFF]),
-        Trial("sab w4", [*SPARSE, *SAB, *OFF]),
+        *(Trial(name, [*sparse, "--batching", name, *OFF]) for name in rivals),
+        Trial("sab w1", [*sparse, "--batching", "sparsity_aware", "--window", "1", *OFF]),
+        Trial("sab w4", [*sparse, *SAB, *OFF]),
         Trial("dst mean", [*random_order, *mean]),
         Trial("dst mean: same work", [*random_order, *OFF], ("dst mean", "causal_pairs")),
         Trial("dst mean: same coverage", [*random_order, *OFF], ("dst mean", "history")),
         Trial("dst optimal", [*random_order, *best]),
         Trial("dst optimal: same work", [*random_order, *OFF], ("dst optimal", "causal_pairs")),
-        Trial("sab w4 + dst", [*SPARSE, *SAB, *best]),
-        Trial("sab w4 + dst: same work", [*SPARSE, *SAB, *OFF], ("sab w4 + dst", "causal_pairs")),
+        Trial("sab w4 + dst", [*sparse, *SAB, *best]),
+        Trial("sab w4 + dst: same work", [*sparse, *SAB, *OFF], ("sab w4 + dst", "causal_pairs")),
     ]
 
 
@@ -203,15 +204,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "compare_balance", help="folder for the runs")
     parser.add_argument("--corpora", default=",".join(CORPORA), help="with commas (%(default)s)")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--documents", type=int, default=80, help="a multiple of 8")
-    parser.add_argument("--max_length", type=int, default=16384, help="longest document, tokens")
+    parser.add_argument("--repeats", type=int, help="default: 3")
+    parser.add_argument("--documents", type=int, help="a multiple of 8 (80)")
+    parser.add_argument("--max_length", type=int, help="longest document, tokens (16384)")
     parser.add_argument("--runs", help="only these, with commas, and what they are compared with (default: all)")
-    parser.add_argument("--small", action="store_true", help="a tiny size, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="a tiny size where none is given, to see that it runs")
     parser.add_argument("--json", type=Path, help="file for all summaries")
     args = parser.parse_args()
-    if args.small:
-        args.repeats, args.documents, args.max_length = 1, 16, 1024
+    repeats, documents, max_length = (1, 16, 1024) if args.small else (3, 80, 16384)
+    args.repeats = repeats if args.repeats is None else args.repeats
+    args.documents = documents if args.documents is None else args.documents
+    args.max_length = max_length if args.max_length is None else args.max_length
     corpora = args.corpora.split(",")
     if unknown := set(corpora) - set(CORPORA):
         parser.error(f"--corpora: {', '.join(sorted(unknown))}: known are {', '.join(CORPORA)}")
@@ -219,7 +222,8 @@ def main() -> int:
         parser.error("--repeats must be at least 1")
     if args.documents % 8 or args.documents < 8:
         parser.error("--documents must be a multiple of 8: two ranks with four micro-batches each")
-    console, chosen = Console(), trials()
+    profile = args.output / "profile.json"
+    console, chosen = Console(), trials(profile)
     if args.runs is not None:
         wanted = {"random", *args.runs.split(",")}
         if unknown := wanted - {trial.name for trial in chosen}:
@@ -235,10 +239,10 @@ def main() -> int:
     marker.write_text(json.dumps(settings) + "\n", encoding="utf-8")
     # Each run is a thread; with a memory arena each, too, what one has freed no other takes: 6 to 7 GB a rank seen.
     os.environ["MALLOC_ARENA_MAX"] = "1"
-    model, profile = build_model(args.output / "model"), args.output / "profile.json"
+    model = build_model(args.output / "model")
     if not profile.exists():
         run_profile(model, profile, args.max_length, quick=args.small)
-    common = ["--config", str(CONFIG), "--model_name_or_path", str(model), "--profile", str(profile)]
+    common = ["--config", str(CONFIG), "--model_name_or_path", str(model)]
     common += ["--max_length", str(args.max_length), "--disable_tqdm", "true"]
     found: dict[str, dict] = {}
     for corpus in corpora:

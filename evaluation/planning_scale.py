@@ -56,6 +56,8 @@ def predictor() -> LatencyPredictor:
         num_layers=24,
         num_dense_layers=0,
         hidden_size=896,
+        intermediate_size=0,
+        vocab_size=0,
         block_size=64,
         gradient_checkpointing=False,
         versions={},

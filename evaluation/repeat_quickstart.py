@@ -2,7 +2,8 @@
 
     .venv/bin/python evaluation/repeat_quickstart.py --repeats 3 --json evaluation/results/quickstart_cpu.json
 
-Each quickstart runs its four trainings one after another, so that a slow minute of the machine hits all of them alike.
+Each quickstart runs its four trainings one after another, as a user would, and speedups are taken inside it: a slow
+hour of the machine cancels, a slow minute does not (`compare_balance.py` alternates by the step).
 """
 
 import argparse

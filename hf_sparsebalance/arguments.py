@@ -47,10 +47,11 @@ class SparseBalanceArguments(TrainingArguments):
                           "base_top_p - tolerance, and no layer loses more against base_top_k. 0 turns tuning off; "
                           "the paper uses .1 and .2."},
     )  # fmt: skip
-    anchor: str = field(
-        default="optimal",
+    anchor: str | None = field(
+        default=None,
         metadata={"help": f"What tuning aims at: {', '.join(ANCHORS)}. min, mean and max of the predicted latencies "
-                          "are the paper's; optimal is the least step time at the same mean budget."},
+                          "are the paper's; optimal is the least step time at the same mean budget. Default: optimal, "
+                          "or mean with a top_k."},
     )  # fmt: skip
     scope: str = field(
         default="rank",
@@ -99,13 +100,13 @@ class SparseBalanceArguments(TrainingArguments):
         self._check_ranges()
         self._check_inherited()
 
+    def anchor_for(self, top_k: int | None) -> str:
+        """The anchor given, or the best that the budget allows: `optimal` needs a top_p."""
+        return self.anchor or ("optimal" if top_k is None else "mean")
+
     def _check_ranges(self) -> None:
         if self.base_top_p is not None and not 0.0 < self.base_top_p <= 1.0:
             raise UserError(f"--base_top_p must lie in (0, 1], got {self.base_top_p}: .5 to .9 are usual")
-        if self.base_top_k is not None and self.base_top_k < 1:
-            raise UserError(
-                f"--base_top_k must be at least 1 (the own block), got {self.base_top_k}: 8 to 32 are usual"
-            )
         if self.base_top_p is not None and self.base_top_k is not None:
             raise UserError("--base_top_p and --base_top_k are two budgets for one thing: give one of them")
         if not 0.0 <= self.tolerance < 1.0:
@@ -118,13 +119,14 @@ class SparseBalanceArguments(TrainingArguments):
                 "would be left"
             )
         for name, value, known in (
-            ("anchor", self.anchor, ANCHORS),
+            ("anchor", self.anchor or ANCHORS[0], ANCHORS),
             ("scope", self.scope, SCOPES),
             ("batching", self.batching, STRATEGIES),
         ):
             if value not in known:
                 raise UserError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
         for name, number in (
+            ("base_top_k", self.base_top_k),
             ("block_size", self.block_size),
             ("window", self.window),
             ("max_tokens", self.max_tokens),
@@ -132,8 +134,8 @@ class SparseBalanceArguments(TrainingArguments):
             ("gradient_accumulation_steps", self.gradient_accumulation_steps),
             ("per_device_train_batch_size", self.per_device_train_batch_size),
         ):
-            if number is not None and number < 1:
-                raise UserError(f"--{name} must be at least 1, got {number}")
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise UserError(f"--{name} must be a whole number from 1 up, got {number!r}")
         if min(self.seed, self.data_seed or 0) < 0:
             raise UserError("--seed and --data_seed must not be negative")
 

@@ -16,7 +16,7 @@ from hf_sparsebalance.errors import UserError
 
 __all__ = ["LatencyProfile", "LengthRow", "ProfileContext", "SparsePoint"]
 
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 _REMEDY = "run `sparsebalance profile` to write a new one"
 
 
@@ -28,12 +28,13 @@ class ProfileContext:
         device: name of the device, as torch reports it ("NVIDIA H200") or a CPU's model name.
         num_threads: compute threads of one process; 0 on an accelerator, where they change nothing.
         num_processes: processes that share the host.
-        attention: name of the attention implementation ("sparsebalance").
-        backend: backend of the operator ("torch", "triton").
+        attention: name of the attention implementation ("sparsebalance", "sdpa").
+        backend: backend of the operator ("torch", "triton"); "transformers" for another attention.
         dtype: dtype of the activations ("bfloat16").
-        num_heads, num_kv_heads, head_dim, num_layers, hidden_size: shape of the model.
-        num_dense_layers: layers that attend densely whatever the budget.
-        block_size: tokens of an attention block.
+        num_heads, num_kv_heads, head_dim, num_layers, hidden_size, intermediate_size, vocab_size: shape of the model;
+            0 where its configuration has no such field.
+        num_dense_layers: layers that attend densely whatever the budget; all of them with another attention.
+        block_size: tokens of an attention block; 128 with another attention, which has none.
         gradient_checkpointing: whether the backward times include a recomputed forward.
         versions: library name -> exact version string (torch, transformers).
     """
@@ -50,6 +51,8 @@ class ProfileContext:
     num_layers: int
     num_dense_layers: int
     hidden_size: int
+    intermediate_size: int
+    vocab_size: int
     block_size: int
     gradient_checkpointing: bool
     versions: dict[str, str]
@@ -195,7 +198,7 @@ class LatencyProfile:
         if differing:
             raise UserError(
                 f"--profile was measured with other settings: {', '.join(differing)}: {_REMEDY} (--threads, "
-                "--processes, --dtype, --block_size, --gradient_checkpointing say what it is for)"
+                "--processes, --dtype, --block_size, --attn_implementation and --gradient_checkpointing say for what)"
             )
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -81,6 +81,7 @@ class _Worker:
             torch.cuda.set_device(self.device)
         torch.manual_seed(rank)
         self.config, self.context, self.seconds, self.barrier = config, context, seconds, barrier
+        self.sparse = context.attention == ATTENTION_NAME
         self.dtype: torch.dtype = getattr(torch, context.dtype)
         self.model = self._build_model()
         embeddings = self.model.get_input_embeddings().weight
@@ -91,9 +92,13 @@ class _Worker:
 
     def _build_model(self) -> torch.nn.Module:
         try:
-            model = AutoModelForCausalLM.from_config(self.config, attn_implementation=ATTENTION_NAME, dtype=self.dtype)
-        except (KeyError, ValueError) as error:
-            raise UserError(NO_SPARSE_ATTENTION) from error
+            model = AutoModelForCausalLM.from_config(
+                self.config, attn_implementation=self.context.attention, dtype=self.dtype
+            )
+        except (KeyError, ValueError, ImportError) as error:
+            if self.sparse:
+                raise UserError(NO_SPARSE_ATTENTION) from error
+            raise UserError(f"--attn_implementation {self.context.attention}: {error}") from error
         model.config.use_cache = False
         if self.context.gradient_checkpointing:
             model.gradient_checkpointing_enable()
@@ -139,25 +144,26 @@ class _Worker:
         tokens = sum(point.lengths)
         ids = torch.randint(0, self.config.vocab_size, (1, tokens), device=self.device)
         positions = torch.cat([torch.arange(length, device=self.device) for length in point.lengths])[None]
-        top_p = torch.tensor(point.top_p)
+        budget: dict[str, Any] = {"sparse_top_p": torch.tensor(point.top_p)} if self.sparse else {}
         collector = StatsCollector()
 
         def forward() -> torch.Tensor:
             nonlocal collector
             collector = StatsCollector()
-            return self.model(
-                input_ids=ids, labels=ids, position_ids=positions, sparse_top_p=top_p, sparse_stats=collector
-            ).loss
+            statistics_of = {"sparse_stats": collector} if self.sparse else {}
+            return self.model(input_ids=ids, labels=ids, position_ids=positions, **budget, **statistics_of).loss
 
         forward_ms, backward_ms = self._time(forward, None, seconds)
-        if not collector.layers:
+        if self.sparse and not collector.layers:
             raise UserError(NO_SPARSE_ATTENTION)
         # The table is read at the density of the layers with a gate; those that are always dense are priced apart.
         gated = [stats for stats in collector.layers.values() if stats is not None]
         density = statistics.fmean(stats.density for stats in gated) if gated else 1.0
         pairs = sum(length * (length + 1) // 2 for length in point.lengths)
-        work = sum(1.0 if stats is None else stats.work for stats in collector.layers.values())
         context = self.context
+        work = float(context.num_layers)
+        if self.sparse:
+            work = sum(1.0 if stats is None else stats.work for stats in collector.layers.values())
         # Two products of a pair forward and five backward (the scores again), 2 FLOPs a multiplication.
         attention_flops = 14.0 * context.num_heads * context.head_dim * pairs * work
         return [density, forward_ms, backward_ms, 6.0 * self.weights * tokens + attention_flops]

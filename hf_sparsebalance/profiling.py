@@ -1,14 +1,17 @@
 """Measures a latency profile on the device at hand: what latency.py reads.
 
 Attention is measured per (length, density) for one layer, everything else on the whole model with short documents,
-reduced to a time per token and a constant.  As many processes run side by side as training will have: they share the
-host's memory bandwidth and caches, and a lone process would look faster than training is.  All points are measured in
-turn, several times over, so that a slow minute of the machine hits none of them alone.  Nearly all of the time goes to
-the longest documents: those points need no warm-up, are measured twice, and every second density is left out.
+reduced to a time per token and a constant.  Of another attention than ``sparsebalance`` only the whole model can be
+asked: it is measured at every length, and what does not grow like the tokens is the attention.  As many processes run
+side by side as training will have: they share the host's memory bandwidth and caches, and a lone process would look
+faster than training is.  All points are measured in turn, several times over, so that a slow minute of the machine
+hits none of them alone.  Nearly all of the time goes to the longest documents: those points need no warm-up, are
+measured twice, and every second density is left out.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import multiprocessing.queues
 import os
@@ -21,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from transformers import PreTrainedConfig
@@ -94,21 +98,28 @@ def model_context(
     """What a profile of this model on this device, run this way, holds for."""
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    query = torch.empty(0, heads, head_dim, dtype=getattr(torch, dtype), device=device)
+    if attention == ATTENTION_NAME:
+        query = torch.empty(0, heads, head_dim, dtype=getattr(torch, dtype), device=device)
+        backend = choose_backend("auto", query, block_size)
+        dense_layers = len(set(SparseAttentionDefaults.of(config).dense_layers))
+    else:
+        backend, dense_layers, block_size = "transformers", config.num_hidden_layers, 128
     return ProfileContext(
         device=device_name(device),
         # Where an accelerator computes, the host's threads change nothing.
         num_threads=num_threads if device.type == "cpu" else 0,
         num_processes=num_processes,
         attention=attention,
-        backend=choose_backend("auto", query, block_size),
+        backend=backend,
         dtype=dtype,
         num_heads=heads,
         num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
         num_layers=config.num_hidden_layers,
-        num_dense_layers=len(set(SparseAttentionDefaults.of(config).dense_layers)),
+        num_dense_layers=dense_layers,
         hidden_size=config.hidden_size,
+        intermediate_size=getattr(config, "intermediate_size", None) or 0,
+        vocab_size=config.vocab_size,
         block_size=block_size,
         gradient_checkpointing=gradient_checkpointing,
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
@@ -141,7 +152,7 @@ def measure_profile(
         (profile, held-out micro-batches: empty unless ``validate``).
 
     Raises:
-        UserError: the model cannot attend sparsely, or a process died (out of memory, for instance).
+        UserError: the model cannot attend in this way, or a process died (out of memory, for instance).
     """
     context = request.context
     points = [*points_of(request), *(_held_out_points(request) if validate else ())]
@@ -228,9 +239,13 @@ def _lengths(request: ProfileRequest) -> list[int]:
 def points_of(request: ProfileRequest) -> Iterator[Point]:
     """What the profile is made from, in the order measured."""
     # The whole model first: one that cannot be used is found at once.
-    shorter = [tokens for tokens in LINEAR_TOKENS if tokens <= request.max_length]
-    for length in shorter if len(shorter) > 1 else (max(1, request.max_length // 2), request.max_length):
-        yield ModelPoint((length,), 0.1)
+    shorter: Sequence[int] = [tokens for tokens in LINEAR_TOKENS if tokens <= request.max_length]
+    if len(shorter) < 2:
+        shorter = (max(1, request.max_length // 2), request.max_length)
+    if request.context.attention != ATTENTION_NAME:
+        yield from (ModelPoint((length,), 1.0) for length in sorted({*shorter, *_lengths(request)}))
+        return
+    yield from (ModelPoint((length,), 0.1) for length in shorter)
     for length in _lengths(request):
         yield AttentionPoint(length, 1.0)
         if length > request.context.block_size:
@@ -241,7 +256,9 @@ def points_of(request: ProfileRequest) -> Iterator[Point]:
 def _held_out_points(request: ProfileRequest) -> list[Point]:
     """Packed micro-batches of one to four documents, log-uniform in length, every fourth dense; none on the grid."""
     rng = random.Random(0)
-    shortest, longest = math.log(max(2, request.context.block_size)), math.log(request.max_length)
+    longest = math.log(request.max_length)
+    shortest = min(math.log(max(2, request.context.block_size)), longest)
+    only_dense = request.context.attention != ATTENTION_NAME
     points: list[Point] = []
     for number in range(QUICK_HELD_OUT if request.quick else HELD_OUT):
         lengths: list[int] = []
@@ -249,7 +266,8 @@ def _held_out_points(request: ProfileRequest) -> list[Point]:
             length = round(math.exp(rng.uniform(shortest, longest)))
             if not lengths or sum(lengths) + length <= request.max_length:
                 lengths.append(length)
-        points.append(ModelPoint(tuple(lengths), 1.0 if number % 4 == 3 else rng.uniform(0.05, 0.9), held_out=True))
+        dense = only_dense or number % 4 == 3
+        points.append(ModelPoint(tuple(lengths), 1.0 if dense else rng.uniform(0.05, 0.9), held_out=True))
     return points
 
 
@@ -275,6 +293,13 @@ def _next_result(results: multiprocessing.Queue[Result], workers: Sequence[Any])
 
 def _assemble(request: ProfileRequest, points: Sequence[Point], medians: Sequence[Sequence[float]]) -> LatencyProfile:
     """Rows of the table from the attention points, then the linear part from what the whole model took beyond it."""
+    whole = [
+        (sum(point.lengths), median)
+        for point, median in zip(points, medians, strict=True)
+        if isinstance(point, ModelPoint) and not point.held_out
+    ]
+    if request.context.attention != ATTENTION_NAME:
+        return assemble_dense(request.context, [(length, median[1], median[2]) for length, median in whole])
     rows: list[LengthRow] = []
     for length in _lengths(request):
         dense: tuple[float, float] | None = None
@@ -290,36 +315,57 @@ def _assemble(request: ProfileRequest, points: Sequence[Point], medians: Sequenc
         assert dense is not None
         rows.append(LengthRow(length, *dense, tuple(sparse) or (SparsePoint(1.0, *dense),)))
     attention = LatencyPredictor(LatencyProfile(request.context, tuple(rows), 0.0, 0.0, 0.0, 0.0))
-    whole = [
-        (sum(point.lengths), median)
-        for point, median in zip(points, medians, strict=True)
-        if isinstance(point, ModelPoint) and not point.held_out
-    ]
     lines = []
     for part in (0, 1):
         rest = []
         for length, median in whole:
             predicted = attention.document(length, median[0])
             rest.append(max(0.0, median[1 + part] - (predicted.forward_ms, predicted.backward_ms)[part]))
-        lines.append(_fit_line([length for length, _ in whole], rest))
-    (forward_slope, forward_constant), (backward_slope, backward_constant) = lines
+        lines.append(fit_powers([length for length, _ in whole], rest, 1))
+    (forward_constant, forward_slope), (backward_constant, backward_slope) = lines
     return LatencyProfile(
         request.context, tuple(rows), forward_slope, backward_slope, forward_constant, backward_constant
     )
 
 
-def _fit_line(tokens: Sequence[int], times_ms: Sequence[float]) -> tuple[float, float]:
-    """(ms per token, ms constant), neither negative, with least squared relative error."""
-    weights = [1.0 / max(ms, 1e-6) ** 2 for ms in times_ms]
-    total = math.fsum(weights)
-    mean_x = math.fsum(w * x for w, x in zip(weights, tokens, strict=True)) / total
-    mean_y = math.fsum(w * y for w, y in zip(weights, times_ms, strict=True)) / total
-    spread = math.fsum(w * (x - mean_x) ** 2 for w, x in zip(weights, tokens, strict=True))
-    joint = math.fsum(w * (x - mean_x) * (y - mean_y) for w, x, y in zip(weights, tokens, times_ms, strict=True))
-    slope = max(0.0, joint / spread)
-    constant = mean_y - slope * mean_x
-    if constant < 0.0:
-        square = math.fsum(w * x * x for w, x in zip(weights, tokens, strict=True))
-        product = math.fsum(w * x * y for w, x, y in zip(weights, tokens, times_ms, strict=True))
-        return max(0.0, product / square), 0.0
-    return slope, constant
+def assemble_dense(context: ProfileContext, whole: Sequence[tuple[int, float, float]]) -> LatencyProfile:
+    """From (length, forward_ms, backward_ms) of the whole model: attention is what a line does not explain."""
+    lengths = [length for length, *_ in whole]
+    # A parabola holds only for short documents: longer ones leave the caches.
+    short = max(3, sum(length <= LINEAR_TOKENS[-1] for length in lengths))
+    parts: list[list[float]] = []
+    lines: list[tuple[float, float]] = []
+    for times_ms in list(zip(*whole, strict=True))[1:]:
+        constant, slope, curvature = fit_powers(lengths[:short], times_ms[:short], 2)
+        lines.append((constant, slope))
+        parts.append(
+            [
+                max(ms - constant - slope * length, curvature * length**2) / context.num_layers
+                for length, ms in zip(lengths, times_ms, strict=True)
+            ]
+        )
+    rows = [
+        LengthRow(length, *times, (SparsePoint(1.0, *times),)) for length, *times in zip(lengths, *parts, strict=True)
+    ]
+    (forward_constant, forward_slope), (backward_constant, backward_slope) = lines
+    return LatencyProfile(context, tuple(rows), forward_slope, backward_slope, forward_constant, backward_constant)
+
+
+def fit_powers(tokens: Sequence[int], times_ms: Sequence[float], degree: int) -> list[float]:
+    """Coefficients of tokens^0, ^1, ... ^degree, none negative, with least squared relative error of the times.
+
+    Each choice of powers is fitted without the bound; of those whose coefficients keep it, the best is the answer.
+    """
+    weight_N = 1.0 / np.maximum(np.asarray(times_ms, dtype=np.float64), 1e-6)
+    scale = float(max(tokens))
+    design_NK = np.vander(np.asarray(tokens) / scale, degree + 1, increasing=True) * weight_N[:, None]
+    wanted_N = np.asarray(times_ms) * weight_N
+    best, least = np.zeros(degree + 1), math.inf
+    for size in range(degree + 1, 0, -1):
+        for powers in itertools.combinations(range(degree + 1), size):
+            found = np.linalg.lstsq(design_NK[:, powers], wanted_N, rcond=None)[0]
+            error = float(np.sum((design_NK[:, powers] @ found - wanted_N) ** 2))
+            if np.all(found >= 0.0) and error < least:
+                best, least = np.zeros(degree + 1), error
+                best[list(powers)] = found
+    return [float(value) / scale**power for power, value in enumerate(best)]

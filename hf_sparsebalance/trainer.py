@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,17 +224,7 @@ def build_planner(
     profile = None if args.profile is None else LatencyProfile.load(args.profile)
     block_size = 128 if defaults is None else defaults.block_size
     if profile is not None:
-        context = training_context(config, args, block_size, args.device)
-        if not sparse:
-            # Dense attention reads only the profile's dense rows, which no block size has touched.
-            measured = profile.context
-            context = replace(
-                context,
-                attention=measured.attention,
-                block_size=measured.block_size,
-                num_dense_layers=measured.num_dense_layers,
-            )
-        profile.check(context)
+        profile.check(training_context(config, args, block_size, args.device))
     least_top_k, base_top_k = _top_k_of(defaults)
     settings = PlanSettings(
         batching=args.batching,
@@ -247,7 +236,7 @@ def build_planner(
         max_tokens=args.max_tokens,
         base_top_p=None if defaults is None else defaults.top_p,
         tolerance=args.tolerance,
-        anchor=args.anchor,
+        anchor=args.anchor_for(base_top_k),
         scope=args.scope,
         block_size=block_size,
         refit=args.refit,

@@ -34,6 +34,8 @@ def context(**changes: object) -> ProfileContext:
         "num_layers": NUM_LAYERS,
         "num_dense_layers": 0,
         "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": 256,
         "block_size": BLOCK_SIZE,
         "gradient_checkpointing": False,
         "versions": {"torch": "2.13.0", "transformers": "5.0.0"},

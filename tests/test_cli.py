@@ -105,7 +105,7 @@ def refused(capfd, flags, *wanted, extra=()):
         ({"base_top_p": 1.5}, "--base_top_p"),
         ({"base_top_k": 0}, "--base_top_k"),
         ({"base_top_k": 2, "base_top_p": 0.5}, "--base_top_p and --base_top_k"),
-        ({"base_top_k": 2, "tolerance": 0.1}, "--anchor mean"),
+        ({"base_top_k": 2, "tolerance": 0.1, "anchor": "optimal"}, "--anchor mean"),
         ({"base_top_k": 2, "tolerance": 1.0, "anchor": "mean"}, "--tolerance"),
         ({"block_size": 0}, "--block_size"),
         ({"anchor": "median"}, "--anchor"),
@@ -262,6 +262,15 @@ def test_profile_output_is_checked_before_measuring(capfd, model_folder, tmp_pat
     assert_one_line(capfd, status, "--output")
 
 
+def test_profile_refuses_an_unknown_attention(capfd, model_folder, tmp_path):
+    """An --attn_implementation that transformers does not know is refused by its name, before anything is measured."""
+    arguments = ["--model_name_or_path", str(model_folder), "--max_length", "64", "--quick"]
+    arguments += ["--attn_implementation", "fast", "--output", str(tmp_path / "profile.json")]
+    assert main(["profile", *arguments]) == 2
+    assert "--attn_implementation fast" in capfd.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "profile.json").exists()
+
+
 def test_profile_refuses_another_attention(capfd, tmp_path):
     """A model without the attention interface is refused by profile as such, before anything is measured."""
     BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
@@ -366,7 +375,7 @@ def test_profile_train_report(capfd, flags, profile_file, tmp_path):
 def test_top_k_is_tuned_and_reported(capfd, flags, profile_file):
     """--base_top_k trains with a measured profile, stands in run.json and the model's config, and can be reported."""
     settings = flags | {
-        "profile": profile_file, "batching": "sparsity_aware", "tolerance": 0.1, "base_top_k": 4, "anchor": "mean",
+        "profile": profile_file, "batching": "sparsity_aware", "tolerance": 0.1, "base_top_k": 4,
     }  # fmt: skip
     assert main(["train", *command_line(settings)]) == 0
     out = flags["output_dir"]
@@ -379,12 +388,22 @@ def test_top_k_is_tuned_and_reported(capfd, flags, profile_file):
 
 
 @pytest.mark.slow
-def test_sdpa_is_balanced_with_the_same_profile(flags, profile_file):
-    """With --attn_implementation sdpa and --tolerance 0 the measured profile serves sparsity_aware batching."""
-    settings = flags | {"attn_implementation": "sdpa", "batching": "sparsity_aware", "profile": profile_file}
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_another_attention_is_balanced_by_its_own_profile(capfd, flags, profile_file, tmp_path, attention):
+    """profile --attn_implementation measures that attention; train takes this profile for it, and no other."""
+    path = tmp_path / "dense.json"
+    arguments = ["--model_name_or_path", str(flags["model_name_or_path"]), "--max_length", "512", "--quick"]
+    arguments += ["--threads", str(torch.get_num_threads()), "--processes", "1", "--attn_implementation", attention]
+    assert main(["profile", *arguments, "--output", str(path), "--validate"]) == 0
+    assert LatencyProfile.load(path).context.attention == attention
+    settings = flags | {"attn_implementation": attention, "batching": "sparsity_aware", "profile": path}
     assert main(["train", *command_line(settings)]) == 0
     run = json.loads((flags["output_dir"] / "run.json").read_text())
-    assert (run["attention"], run["base_top_p"], run["tuning"]) == ("sdpa", None, False)
+    assert (run["attention"], run["base_top_p"], run["tuning"]) == (attention, None, False)
+    capfd.readouterr()
+    assert_one_line(
+        capfd, main(["train", *command_line(settings | {"profile": profile_file})]), "attention", attention
+    )
 
 
 def test_lora_run(flags):

@@ -37,7 +37,7 @@ def test_profile_survives_its_file(tmp_path):
 
 def _broken():
     data = toy.profile().to_json()
-    yield {**data, "format": 2}
+    yield {**data, "format": 1}
     yield {k: v for k, v in data.items() if k != "forward_ms_per_token"}
     yield {**data, "forward_ms_constant": -1.0}
     yield {**data, "backward_ms_constant": math.nan}

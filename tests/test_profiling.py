@@ -1,13 +1,28 @@
-"""How often `sparsebalance profile` measures which point."""
+"""How often `sparsebalance profile` measures which point, and how times become a table."""
 
+import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planning_profiles import BLOCK_SIZE, context
 from transformers import Qwen2Config
 
+from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.measuring import AttentionPoint
-from hf_sparsebalance.profiling import DENSITIES, LONG_S, ROUNDS, TOO_LONG_S, ProfileRequest, is_due, points_of
+from hf_sparsebalance.profiling import (
+    DENSITIES,
+    LONG_S,
+    ROUNDS,
+    TOO_LONG_S,
+    ProfileRequest,
+    assemble_dense,
+    fit_powers,
+    is_due,
+    points_of,
+)
 
 
 def schedule(seconds_per_pair, max_length=32 * 1024):
@@ -21,6 +36,57 @@ def schedule(seconds_per_pair, max_length=32 * 1024):
                 took_s[point] = seconds_per_pair * length**2 * point.top_p
                 runs[point] += 1
     return runs, took_s
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 5000), min_size=3, max_size=8, unique=True),
+    st.tuples(*[st.one_of(st.just(0.0), st.floats(1e-6, 1.0))] * 3).filter(any),
+)
+def test_a_line_or_parabola_is_found_again(tokens, coefficients):
+    """Times that are a polynomial without negative terms are fitted by one that predicts them."""
+    times = [sum(c * n**power for power, c in enumerate(coefficients)) for n in tokens]
+    found = fit_powers(tokens, times, 2)
+    assert min(found) >= 0.0
+    # Three columns, scaled to 1: the condition of the normal equations is not squared by lstsq.
+    assert [sum(c * n**power for power, c in enumerate(found)) for n in tokens] == pytest.approx(times, rel=1e-6)
+
+
+@pytest.mark.parametrize("times", [[5.0, 4.0, 3.0, 2.0], [1.0, 8.0, 27.0, 64.0], [1.0, 1.9, 2.7, 3.4]])
+def test_no_power_gets_a_negative_coefficient(times):
+    """Where a coefficient must not fall below 0 the fit is the best with that bound: no small step is better."""
+    tokens = [1, 2, 3, 4]
+    found = np.array(fit_powers(tokens, times, 2))
+
+    def error(coefficients):
+        return sum(
+            (sum(c * n**k for k, c in enumerate(coefficients)) / t - 1) ** 2
+            for n, t in zip(tokens, times, strict=True)
+        )
+
+    assert min(found) >= 0.0
+    for step in itertools.product((-1e-3, 0.0, 1e-3), repeat=3):
+        other = np.maximum(found + step, 0.0)
+        assert error(other) >= error(found) - 1e-12
+
+
+def test_a_dense_profile_predicts_the_whole_model():
+    """Attention that leaves the caches beyond 2,048 tokens: each measured length is predicted as measured, and packed
+    documents as the sum of theirs, with the constant once."""
+
+    def forward_ms(length):
+        return 3.0 + 0.01 * length + 1e-6 * length**2 * (1.0 if length <= 2048 else 1.5)
+
+    lengths = (128, 256, 512, 1024, 2048, 4096, 8192)
+    dense = context(attention="sdpa", num_dense_layers=context().num_layers)
+    profile = assemble_dense(dense, [(n, forward_ms(n), 2 * forward_ms(n)) for n in lengths])
+    predictor = LatencyPredictor(profile)
+    for length in lengths:
+        predicted = predictor.predict([length], [1.0], dense=True)
+        assert predicted.forward_ms == pytest.approx(forward_ms(length), rel=1e-6)
+        assert predicted.backward_ms == pytest.approx(2 * forward_ms(length), rel=1e-6)
+    packed = predictor.predict([512, 4096], [1.0, 1.0], dense=True)
+    assert packed.forward_ms == pytest.approx(forward_ms(512) + forward_ms(4096) - 3.0, rel=1e-6)
 
 
 def test_where_all_is_fast_every_point_is_measured_in_every_round():

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from hf_sparsebalance.attention import SparseAttentionDefaults
+from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
 from hf_sparsebalance.cli.models import load_config
 from hf_sparsebalance.cli.parsing import Parser
 from hf_sparsebalance.errors import UserError
@@ -32,6 +32,11 @@ def run(arguments: Sequence[str]) -> None:
     )
     parser.add_argument(
         "--threads", type=int, default=None, help="CPU threads of each (default: OMP_NUM_THREADS, or 1)"
+    )
+    parser.add_argument(
+        "--attn_implementation",
+        default=ATTENTION_NAME,
+        help="attention that training will use (default: %(default)s; else as in from_pretrained)",
     )
     parser.add_argument("--block_size", type=int, default=None, help="default: the model's, else 128")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="compute dtype")
@@ -68,6 +73,7 @@ def run(arguments: Sequence[str]) -> None:
         num_threads=threads,
         num_processes=processes,
         gradient_checkpointing=args.gradient_checkpointing,
+        attention=args.attn_implementation,
     )
     console = Console(stderr=True)
     with Progress(console=console) as bar:

@@ -200,15 +200,16 @@ def _run_fields(
 ) -> dict[str, Any]:
     args, config = trainer.args, trainer.model.config
     sparse = config._attn_implementation == ATTENTION_NAME
+    anchor = args.anchor_for(config.sparse_attention["top_k"]) if args.tolerance > 0 else None
     return {
         "name": args.run_name or Path(str(args.output_dir)).name,
         "attention": config._attn_implementation,
         "batching": args.batching,
-        "tuning": args.anchor if args.tolerance > 0 else False,
+        "tuning": anchor or False,
         "base_top_p": config.sparse_attention["top_p"] if sparse else None,
         "base_top_k": config.sparse_attention["top_k"] if sparse else None,
         "tolerance": args.tolerance if args.tolerance > 0 else None,
-        "anchor": args.anchor if args.tolerance > 0 else None,
+        "anchor": anchor,
         "scope": args.scope if args.tolerance > 0 else None,
         "documents": num_documents,
         "heldout_loss_before": before,

@@ -55,13 +55,10 @@ class SparseAttentionDefaults:
             raise UserError("sparse_attention needs exactly one of top_p and top_k")
         if self.top_p is not None and not 0.0 < self.top_p <= 1.0:
             raise UserError(f"sparse_attention.top_p must lie in (0, 1], got {self.top_p}")
-        if self.top_k is not None and self.top_k < 1:
-            raise UserError(f"sparse_attention.top_k must be at least 1 (the own block), got {self.top_k}")
-        if self.block_size < 1:
-            raise UserError(f"sparse_attention.block_size must be at least 1, got {self.block_size}: 128 is usual")
-        for name in ("min_blocks", "sink_blocks"):
-            if getattr(self, name) < 0:
-                raise UserError(f"sparse_attention.{name} must not be negative, got {getattr(self, name)}")
+        for name, least in (("block_size", 1), ("top_k", 1), ("min_blocks", 0), ("max_blocks", 0), ("sink_blocks", 0)):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise UserError(f"sparse_attention.{name} must be a whole number from {least} up, got {value!r}")
         if self.max_blocks is not None and self.max_blocks < max(self.min_blocks, self.sink_blocks):
             raise UserError(
                 f"sparse_attention.max_blocks ({self.max_blocks}) is below min_blocks ({self.min_blocks}) or "

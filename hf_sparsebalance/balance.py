@@ -95,7 +95,8 @@ class StepBalance:
             # The first step of an epoch, or of a run; or the thread has not come so far.
             self.settle()
         self._plan = self.planner.take(epoch, step)
-        self._jobs = [job for job in self._jobs if not job.done() or job.exception()]
+        while self._jobs and self._jobs[0].done():
+            self._jobs.pop(0).result()  # raises what went wrong there
         # Now, not when the last step ended: there the thread would hold up this one, which logs, by 5 ms at a time.
         self._learn()
         if step + 1 < self.planner.num_steps:
@@ -177,8 +178,9 @@ class StepBalance:
             step_s=step_s,
             planning_ms=float(gathered[:, -1, 1].max()),
             anchor_ms=self._plan.anchor_ms,
-            missed_anchors=self._num_missed(gathered),
+            missed_anchors=self._plan.num_missed,
             micro_batches=tuple(entries),
+            raised_top_k=self._num_raised(gathered),
         )
         if self._rank == 0:
             runlog.append_step(self._log, record)
@@ -199,11 +201,10 @@ class StepBalance:
         assert budgets is not None
         return budgets[rank * self.planner.settings.num_slots + slot]
 
-    def _num_missed(self, gathered: torch.Tensor) -> int:
-        """Missed anchors: with a top_k they are seen in the forward pass, layer by layer."""
-        assert self._plan is not None
-        if self._plan.top_k is None:
-            return self._plan.num_missed
+    def _num_raised(self, gathered: torch.Tensor) -> int | None:
+        """How many layers of micro-batches raised their k; None without a top_k."""
+        if self.planner.settings.base_top_k is None:
+            return None
         return int(gathered[:, :-1, _COLUMNS.index("raised")].nansum())
 
     def _stats_row(self, slot: int, stats: AttentionStats, collector: StatsCollector) -> torch.Tensor:

@@ -51,8 +51,9 @@ class MicroBatch:
 class Step:
     """One optimizer step: its wall time in seconds and the micro-batches of all ranks.
 
-    `missed_anchors` counts where the bound on coverage won over the anchor: micro-batches (scope rank: ranks) planned
-    so, or, with a top_k, pairs of micro-batch and layer that raised the anchor's k.
+    `missed_anchors` counts the micro-batches (scope rank: ranks) planned above their anchor, because the least budget
+    is too slow for it; `raised_top_k` (None without a top_k) the pairs of micro-batch and layer that raised the
+    anchor's k, because the bound on coverage wins.
     """
 
     step: int
@@ -62,6 +63,7 @@ class Step:
     anchor_ms: float | None
     missed_anchors: int
     micro_batches: tuple[MicroBatch, ...]
+    raised_top_k: int | None = None
 
     def rank_busy_ms(self, num_ranks: int) -> np.ndarray:
         """Summed micro-batch time of each rank, `[num_ranks]`; 0 for a rank that had none."""
@@ -215,6 +217,7 @@ def _step(record: "_Record") -> Step:
         anchor_ms=record.number_or_none("anchor_ms"),
         missed_anchors=record.whole("missed_anchors"),
         micro_batches=micro_batches,
+        raised_top_k=record.whole("raised_top_k", optional=True),
     )
 
 
@@ -272,10 +275,10 @@ class _Record:
         value = self.get(key, (int, float), optional=True)
         return None if value is None else float(value)
 
-    def whole(self, key: str) -> int:
-        """A whole number, not negative."""
-        value = int(self.get(key, int))
-        if value < 0:
+    def whole(self, key: str, optional: bool = False) -> Any:
+        """A whole number, not negative; with `optional`, None if it is absent or null."""
+        value = self.get(key, int, optional=optional)
+        if value is not None and value < 0:
             raise UserError(f"{self.where}: {key} is {value}, expected a number from 0 up")
         return value
 

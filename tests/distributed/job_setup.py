@@ -67,12 +67,12 @@ class Recorder(TrainerCallback):
 
 
 class Trainer(SparseBalanceTrainer):
-    """Remembers the budget of each micro-batch that this rank ran."""
+    """Remembers the budget, a p or a k, of each micro-batch that this rank ran."""
 
     budgets: list
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        self.budgets.append(float(inputs["sparse_top_p"]))
+        self.budgets.append(float(inputs["sparse_top_p" if "sparse_top_p" in inputs else "sparse_top_k"]))
         return super().training_step(model, inputs, num_items_in_batch)
 
 

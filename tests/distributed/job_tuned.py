@@ -1,4 +1,4 @@
-"""Two tuned epochs with refit on, then a LoRA run; the planner's state tells what each rank believes."""
+"""Two tuned epochs with refit on, two of a top_k, a LoRA run; the planner's state tells what each rank believes."""
 
 import job_setup
 import torch
@@ -34,6 +34,11 @@ job_setup.report(
     state=planners[0].state_dict(),
     log=[entry for entry in trainer.state.log_history if "loss" in entry],
 )
+
+args = job_setup.arguments(out / "top_k", num_train_epochs=2, base_top_p=None, base_top_k=5, tolerance=0.05)
+args.profile = job_setup.write_profile(out / f"profile-of-rank-{rank}.json", model, args)
+trainer, recorder = job_setup.train(job_setup.build_model(), args)
+job_setup.report("top_k", budgets=recorder.budgets, parameters=recorder.parameters[-1], state=planners[1].state_dict())
 
 torch.manual_seed(1)
 adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")

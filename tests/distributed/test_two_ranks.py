@@ -104,10 +104,27 @@ def test_ranks_plan_the_same(tuned):
     assert min(budgets) >= tiny_run.BASE_TOP_P - tiny_run.TOLERANCE - 1e-12
 
 
-def test_ranks_hold_the_same_parameters(tuned):
+@pytest.mark.parametrize("name", ["tuned", "top_k"])
+def test_ranks_hold_the_same_parameters(tuned, name):
     """Gradients were averaged: after training both ranks hold the same parameters, to the bit."""
-    first, second = results(tuned, "tuned")
+    first, second = results(tuned, name)
     assert first["parameters"] == second["parameters"]
+
+
+def test_ranks_plan_the_same_top_k(tuned):
+    """With a top_k, too, both ranks learn and plan the same; layers attend with their micro-batch's k or a larger."""
+    first, second = results(tuned, "top_k")
+    assert first["state"] == second["state"] and first["state"]["observations"]
+    lines = log_of(tuned / "top_k")
+    for number, rank in enumerate((first, second)):
+        logged = [m["top_k"] for line in lines for m in line["micro_batches"] if m["rank"] == number]
+        assert all(planned <= mean for planned, mean in zip(rank["budgets"], logged, strict=True))
+    assert len({*first["budgets"], *second["budgets"]}) > 1
+    # Two layers: a raised one lifts the mean of its micro-batch.
+    raised = [
+        sum(m["top_k"] not in (*first["budgets"], *second["budgets"]) for m in line["micro_batches"]) for line in lines
+    ]
+    assert all(line["raised_top_k"] >= few for line, few in zip(lines, raised, strict=True))
 
 
 def test_the_log_tells_both_ranks(tuned):

@@ -53,9 +53,11 @@ class SparseBalanceArguments(TrainingArguments):
                           "are the paper's; optimal is the least step time at the same mean budget."},
     )  # fmt: skip
     scope: str = field(
-        default="rank",
-        metadata={"help": f"Where ranks wait for each other: {', '.join(SCOPES)}. rank for plain data parallelism."},
-    )
+        default="auto",
+        metadata={"help": f"Where ranks wait for each other: auto, {', '.join(SCOPES)}. auto is rank (once a step) with "
+                          "plain data parallelism, slot (at every micro-batch) where parameters are sharded "
+                          "(FSDP, ZeRO-3)."},
+    )  # fmt: skip
     batching: str = field(
         default="sparsity_aware",
         metadata={"help": f"How batches are composed: {', '.join(STRATEGIES)}."},
@@ -119,7 +121,7 @@ class SparseBalanceArguments(TrainingArguments):
             )
         for name, value, known in (
             ("anchor", self.anchor, ANCHORS),
-            ("scope", self.scope, SCOPES),
+            ("scope", self.scope, ("auto", *SCOPES)),
             ("batching", self.batching, STRATEGIES),
         ):
             if value not in known:

@@ -25,6 +25,7 @@ from hf_sparsebalance.latency import Latency
 from hf_sparsebalance.planner import Measured, Planner, StepPlan
 from hf_sparsebalance.schedule import simulate_step
 from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.topology import Topology
 from sparsebalance_kernels import CURVE_TOP_P, AttentionStats
 
 # Columns of the row that each rank sends per micro-batch; the density curve follows.
@@ -39,15 +40,18 @@ class StepBalance:
         clock: this rank's.
         log: file that gets one JSON line per step, on rank 0.
         sparse: whether the model attends through ``sparsebalance`` (else there are no budgets and no statistics).
+        topology: which rank this process belongs to, and where ranks wait.
     """
 
-    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path, sparse: bool) -> None:
+    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path, sparse: bool, topology: Topology) -> None:
         self.planner = planner
         self.clock = clock
         self.sparse = sparse
         self.metrics: dict[str, float] = {}
         self._log = log
-        self._rank = rank_and_world()[0]
+        self._topology = topology
+        self._rank = topology.rank
+        self._writes = rank_and_world()[0] == 0
         self._plan: StepPlan | None = None
         # One thread: its jobs run in order.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsebalance")
@@ -61,7 +65,7 @@ class StepBalance:
 
     def forget_after(self, global_step: int) -> None:
         """Drop an earlier run's figures, and the steps that a run resumed at ``global_step`` will do again."""
-        if self._rank == 0:
+        if self._writes:
             runlog.forget_run(self._log.parent)
             runlog.keep_steps(self._log, global_step)
 
@@ -147,7 +151,8 @@ class StepBalance:
                 rows[slot, 3:] = self._stats_row(slot, stats, collector)
             elif self.sparse and not collector.layers:
                 raise UserError(NO_SPARSE_ATTENTION)
-        gathered = gather_rows(rows)
+        # The processes of a rank do the same at the same time, each on its own heads: the mean is that over all heads.
+        gathered = gather_rows(rows).unflatten(0, (self._topology.num_ranks, self._topology.tensor_size)).mean(1)
         started = time.perf_counter()
         self._digest(global_step, gathered)
         self._carried_s = time.perf_counter() - started
@@ -166,7 +171,8 @@ class StepBalance:
             entry = self._entry(rank, slot, plan.micro_batch(step, rank, slot), expected_ms, row)
             entries.append(entry)
             curve = _curve(row[len(_COLUMNS) :])
-            measured.append(Measured(entry.documents, entry.top_p, entry.busy_ms, curve, entry.density))
+            own_ms = entry.busy_ms if self._is_awaited(number, predicted) else None
+            measured.append(Measured(entry.documents, entry.top_p, own_ms, curve, entry.density))
         self._measured = measured
         if step + 1 == self.planner.num_steps:
             self.settle()  # the next epoch's batches depend on it
@@ -180,11 +186,22 @@ class StepBalance:
             missed_anchors=self._num_missed(gathered),
             micro_batches=tuple(entries),
         )
-        if self._rank == 0:
+        if self._writes:
             runlog.append_step(self._log, record)
         self.metrics = _metrics(record, predicted)
         if self._plan.scales is not None:
             self.metrics["attention_scale"], self.metrics["linear_scale"] = self._plan.scales
+
+    def _is_awaited(self, number: int, predicted: Sequence[float | None]) -> bool:
+        """Whether a micro-batch's measured time is its own.
+
+        Where ranks meet in every micro-batch, all of a slot last as long as its slowest.  Only the one predicted to be
+        that tells what it took; the others waited for it.
+        """
+        expected_ms, slots = predicted[number], self.planner.settings.num_slots
+        if expected_ms is None or not self._topology.meets_every_micro_batch:
+            return True
+        return all(expected_ms >= (other or 0.0) for other in predicted[number % slots :: slots])
 
     def _learn(self) -> None:
         """Hand what the last step showed to the thread, once."""

@@ -9,7 +9,7 @@ import atexit
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,12 @@ def check_world(expected: int | None) -> None:
         )
 
 
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if rank_and_world()[1] > 1:
+        dist.barrier()
+
+
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *shape]`` on CPU, the same bits everywhere."""
     _, world = rank_and_world()
@@ -83,7 +89,8 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Refuse to go on where ranks train models of their own; collective.
 
     Data parallelism leaves every rank with the same parameters to the last bit.  Where something kept the model from
-    being wrapped, each rank trains on its own share and nothing else shows it.  Sharded parameters are not compared.
+    being wrapped, each rank trains on its own share and nothing else shows it.  Sharded parameters differ by design
+    and are left out.
 
     Args:
         parameters: of the model, after an optimizer step.
@@ -91,10 +98,10 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
     Raises:
         UserError: on every rank, where a trainable parameter differs between ranks.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if rank_and_world()[1] == 1 or not trainable or any(isinstance(parameter, DTensor) for parameter in trainable):
+    replicas = [each for each in parameters if each.requires_grad and not isinstance(each, DTensor)]
+    if rank_and_world()[1] == 1 or not replicas:
         return
-    sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in trainable])
+    sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in replicas])
     seen = gather_rows(sums)
     # A parameter that went NaN did so on every rank, and is another fault.
     if not torch.allclose(seen, seen[:1].expand_as(seen), rtol=0.0, atol=0.0, equal_nan=True):
@@ -102,6 +109,11 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
             "the ranks' parameters differ after the first step: the model was not wrapped for data parallelism; do "
             "not prepare it with accelerate yourself before train()"
         )
+
+
+def has_sharded(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether any of them is spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def _leave() -> None:

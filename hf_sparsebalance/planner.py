@@ -102,14 +102,14 @@ class Measured:
     Attributes:
         samples: its sample numbers.
         top_p: the budget it ran with; None for dense attention and for a top_k.
-        total_ms: its forward and backward time.
+        total_ms: its forward and backward time; None where that is not its own (it waited for other ranks).
         curve: its density curve, or None when no gate was computed, or with a top_k.
         density: its density, averaged over all layers, always dense ones included; None when no gate was computed.
     """
 
     samples: tuple[int, ...]
     top_p: float | None
-    total_ms: float
+    total_ms: float | None
     curve: DensityCurve | None
     density: float | None = None
 
@@ -247,8 +247,9 @@ class Planner:
         """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
         if self.predictor is not None and self.settings.refit:
             for seen in measured:
-                components = self.predictor.components(*self._realised(seen))
-                self._observations.append((*components, seen.total_ms))
+                if seen.total_ms is not None:
+                    components = self.predictor.components(*self._realised(seen))
+                    self._observations.append((*components, seen.total_ms))
             self.predictor = self.predictor.refit(tuple(self._observations))
         for seen in measured:
             if seen.curve is not None:

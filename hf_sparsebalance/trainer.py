@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -20,13 +21,14 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
 from hf_sparsebalance.balance import StepBalance
-from hf_sparsebalance.callback import BalanceProgressCallback, SparseBalanceCallback, read_state
-from hf_sparsebalance.distributed import check_same, check_world, rank_and_world
+from hf_sparsebalance.callback import BalanceProgressCallback, SparseBalanceCallback
+from hf_sparsebalance.checkpoints import checkpoint_folder, forget_state, read_state, write_state
+from hf_sparsebalance.distributed import barrier, check_same, check_world
 from hf_sparsebalance.documents import check_lengths
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
@@ -35,9 +37,12 @@ from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.sampler import PlanSampler
 from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.topology import Topology, check_topology, topology_of
 from hf_sparsebalance.tuning import OPTIMAL_NEEDS_TOP_P
 
 RUN_LOG = "balance.jsonl"
+
+logger = logging.getLogger(__name__)
 
 
 class SparseBalanceMixin:
@@ -72,7 +77,7 @@ class SparseBalanceMixin:
             balance.planner.load_state_dict(read_state(resume_from_checkpoint))
         self._balance, self._plan_sampler = balance, sampler
         self._forget_evaluation()
-        callback = SparseBalanceCallback(balance, sampler, list(self.model.parameters()))
+        callback = SparseBalanceCallback(balance, sampler)
         self.add_callback(callback)
         bar = self.pop_callback(ProgressCallback)
         if bar is not None:
@@ -96,15 +101,21 @@ class SparseBalanceMixin:
 
     def _set_up_balance(self) -> tuple[StepBalance, PlanSampler]:
         args, config = self.args, self.model.config
-        planner = build_planner(config, args, check_lengths(self.train_dataset), self._train_batch_size)
-        predictor = planner.predictor
+        topology = topology_of(self.model, self.accelerator)
+        lengths = check_lengths(self.train_dataset)
+        planner = build_planner(config, args, lengths, self._train_batch_size, topology)
+        settings, predictor = planner.settings, planner.predictor
+        check_topology(topology, self.model, self.accelerator, settings.tunes and settings.base_top_k is not None)
+        if settings.tunes:
+            logger.info("tuning with scope %s on %d ranks", settings.scope, settings.num_ranks)
         check_same(
             "training data, options or profile",
-            [list(planner.lengths), repr(planner.settings), predictor and predictor.profile.to_json()],
+            [list(lengths), repr(settings), predictor and predictor.profile.to_json()],
         )
         sparse = config._attn_implementation == ATTENTION_NAME
-        balance = StepBalance(planner, MicroBatchClock(args.device), Path(args.output_dir) / RUN_LOG, sparse)
-        return balance, PlanSampler(planner, rank_and_world()[0])
+        log = Path(args.output_dir) / RUN_LOG
+        balance = StepBalance(planner, MicroBatchClock(args.device), log, sparse, topology)
+        return balance, PlanSampler(planner, topology.rank)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[Any] | None:
         return self._plan_sampler or super()._get_train_sampler(train_dataset)
@@ -137,6 +148,25 @@ class SparseBalanceMixin:
         if self._balance is not None:
             stack.callback(self._balance.clock.forward_ended)
         return stack
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """A checkpoint counts, and may replace older ones, once every rank has written its part."""
+        if self._balance is None:
+            super()._save_checkpoint(model, trial)
+            return
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            forget_state(folder)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self._balance.settle()
+        barrier()
+        if self.args.should_save:
+            write_state(folder, self._balance.planner.state_dict())
+            rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the last step's times, imbalances and budgets to a training step's log."""
@@ -187,22 +217,12 @@ class SparseBalanceTrainer(SparseBalanceMixin, Trainer):
         )
 
 
-def checkpoint_folder(resume: str | bool, output_dir: str) -> str:
-    """The checkpoint to resume from: the folder named, or, for True, the last in ``output_dir``.
-
-    Raises:
-        UserError: there is none.
-    """
-    if isinstance(resume, str):
-        return resume
-    folder = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-    if folder is None:
-        raise UserError(f"--resume_from_checkpoint: no checkpoint in {output_dir}")
-    return str(folder)
-
-
 def build_planner(
-    config: PreTrainedConfig, args: SparseBalanceArguments, lengths: Sequence[int], batch_size: int
+    config: PreTrainedConfig,
+    args: SparseBalanceArguments,
+    lengths: Sequence[int],
+    batch_size: int,
+    topology: Topology,
 ) -> Planner:
     """The plan of a run, from everything but the model's weights; every refusal that needs no weights comes from here.
 
@@ -211,6 +231,7 @@ def build_planner(
         args: of the run; the process group must be up.
         lengths: tokens of each training document.
         batch_size: documents per micro-batch.
+        topology: of the run.
 
     Raises:
         UserError: data, profile and options do not go together.
@@ -239,7 +260,7 @@ def build_planner(
     least_top_k, base_top_k = _top_k_of(defaults)
     settings = PlanSettings(
         batching=args.batching,
-        num_ranks=rank_and_world()[1],
+        num_ranks=topology.num_ranks,
         num_slots=args.gradient_accumulation_steps,
         batch_size=batch_size,
         seed=args.seed if args.data_seed is None else args.data_seed,
@@ -248,7 +269,7 @@ def build_planner(
         base_top_p=None if defaults is None else defaults.top_p,
         tolerance=args.tolerance,
         anchor=args.anchor,
-        scope=args.scope,
+        scope=topology.scope(args.scope),
         block_size=block_size,
         refit=args.refit,
         base_top_k=base_top_k,

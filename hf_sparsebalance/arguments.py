@@ -54,8 +54,8 @@ class SparseBalanceArguments(TrainingArguments):
     )  # fmt: skip
     scope: str = field(
         default="auto",
-        metadata={"help": f"Where ranks wait for each other: auto, {', '.join(SCOPES)}. auto is rank (once a step) with "
-                          "plain data parallelism, slot (at every micro-batch) where parameters are sharded "
+        metadata={"help": f"Where ranks wait for each other: auto, {', '.join(SCOPES)}. auto is rank (once a step) "
+                          "with plain data parallelism, slot (at every micro-batch) where parameters are sharded "
                           "(FSDP, ZeRO-3)."},
     )  # fmt: skip
     batching: str = field(

@@ -1,8 +1,6 @@
 """Two ranks on the CPU (gloo), started by accelerate launch as a user would."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,44 +9,13 @@ import job_setup
 import pytest
 import tiny_run
 import torch
+from launching import ENVIRONMENT, TIMEOUT_S, launch, results
 from peft import PeftModel
 
 from hf_sparsebalance.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-TIMEOUT_S = 180
 pytestmark = pytest.mark.slow
-
-
-ENVIRONMENT = {
-    **os.environ,
-    "ACCELERATE_USE_CPU": "true",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests"))),
-    "CUDA_VISIBLE_DEVICES": "",
-}
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def launch(job, out, processes=2):
-    """Run a job; returns the completed process."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", str(processes), "--main_process_port", str(free_port()), "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(HERE / job), str(out)]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
-
-
-def results(out, name):
-    """What both ranks reported; checks that there were two that knew each other."""
-    reports = [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(report["rank"], report["world"]) for report in reports] == [(0, 2), (1, 2)]
-    return reports
 
 
 def log_of(folder):
@@ -58,7 +25,7 @@ def log_of(folder):
 def finished(job, tmp_path_factory):
     """Folder of a job that ran to its end."""
     out = tmp_path_factory.mktemp("job")
-    done = launch(job, out)
+    done = launch(HERE / job, out)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 

@@ -13,6 +13,7 @@ import planning_profiles
 import tiny_run
 import torch
 from tiny_run import BLOCK, config_of
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, TrainerCallback
 
 from hf_sparsebalance.distributed import rank_and_world
@@ -62,6 +63,8 @@ class Recorder(TrainerCallback):
         return self.collator(rows)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            return
         trained = [p for p in model.parameters() if p.requires_grad]
         self.parameters.append(torch.cat([p.detach().flatten().double() for p in trained]).tolist())
 

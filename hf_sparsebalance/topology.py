@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from peft import PeftModel
 from torch import nn
 
 from hf_sparsebalance.distributed import has_sharded, rank_and_world
@@ -96,6 +97,11 @@ def check_topology(topology: Topology, model: nn.Module, accelerator: Accelerato
         raise UserError(
             f"tp_size {size} does not divide the model's {heads} query and {kv_heads} key/value heads: a process must "
             "hold whole heads, equally many; choose a tp_size that divides both"
+        )
+    if isinstance(model, PeftModel):
+        raise UserError(
+            "adapters under tensor parallelism: those that PEFT puts beside row-sharded layers fail in their first "
+            "forward pass (peft 0.21 with transformers 5.24); train adapters with DDP or FSDP"
         )
     if tunes_top_k:
         raise UserError(

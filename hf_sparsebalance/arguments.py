@@ -152,6 +152,11 @@ class SparseBalanceArguments(TrainingArguments):
             )
         if self.ignore_data_skip:
             raise UserError("--ignore_data_skip would repeat documents after a resume: leave it off")
+        if self.enable_jit_checkpoint:
+            raise UserError(
+                "--enable_jit_checkpoint lets each rank save when it likes: leave it off, on SIGTERM all ranks save "
+                "together after the step"
+            )
         if self.auto_find_batch_size:
             raise UserError(
                 "--auto_find_batch_size changes the plan in the middle of a run: bound --max_tokens instead"

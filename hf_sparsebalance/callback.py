@@ -59,6 +59,8 @@ class SparseBalanceCallback(TrainerCallback):
         if not self._replicas_checked:
             check_replicas(self._parameters)
             self._replicas_checked = True
+        if self.balance.leaves:
+            control.should_save = control.should_training_stop = True
 
 
 class BalanceProgressCallback(ProgressCallback):

@@ -9,13 +9,17 @@ import atexit
 import hashlib
 import json
 import os
+import time
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hf_sparsebalance.errors import UserError
+
+ROLL_CALL_S = 10.0
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -114,6 +118,33 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
 def has_sharded(parameters: Iterable[torch.nn.Parameter]) -> bool:
     """Whether any of them is spread over processes."""
     return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def silent_ranks(error: RuntimeError) -> list[int]:
+    """Ranks that do not answer after a collective has failed; empty where ``error`` came from elsewhere.
+
+    The backend knows addresses at best, and whoever loses a peer loses it in the middle of a collective.  So each rank
+    that notices says so in the launcher's key-value store, and waits for the others to do the same.
+    """
+    rank, world = rank_and_world()
+    if world == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        return []
+    deadline = time.monotonic() + ROLL_CALL_S
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=ROLL_CALL_S)
+        )
+        run = f"sparsebalance/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store.set(f"{run}/{rank}", "here")
+    except dist.DistError:
+        return [0]  # which keeps the store where no launcher does
+    silent = []
+    for other in range(world):
+        try:
+            store.wait([f"{run}/{other}"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+        except dist.DistError:
+            silent.append(other)
+    return silent
 
 
 def _leave() -> None:

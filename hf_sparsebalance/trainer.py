@@ -28,7 +28,7 @@ from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
 from hf_sparsebalance.balance import StepBalance
 from hf_sparsebalance.callback import BalanceProgressCallback, SparseBalanceCallback
 from hf_sparsebalance.checkpoints import checkpoint_folder, forget_state, read_state, write_state
-from hf_sparsebalance.distributed import barrier, check_same, check_world
+from hf_sparsebalance.distributed import barrier, check_same, check_world, silent_ranks
 from hf_sparsebalance.documents import check_lengths
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
@@ -36,6 +36,7 @@ from hf_sparsebalance.latency_profile import LatencyProfile
 from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.sampler import PlanSampler
+from hf_sparsebalance.termination import EXIT_STATUS
 from hf_sparsebalance.timing import MicroBatchClock
 from hf_sparsebalance.topology import Topology, check_topology, topology_of
 from hf_sparsebalance.tuning import OPTIMAL_NEEDS_TOP_P
@@ -65,7 +66,11 @@ class SparseBalanceMixin:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train; see ``transformers.Trainer.train``.  A resumed run plans on from the checkpoint's balance state."""
+        """Train; see ``transformers.Trainer.train``.  A resumed run plans on from the checkpoint's balance state.
+
+        Raises:
+            SystemExit: some rank got SIGTERM; all have saved a checkpoint after the step that ran.
+        """
         if not isinstance(self.args, SparseBalanceArguments):
             raise UserError(f"args must be SparseBalanceArguments, got {type(self.args).__name__}")
         if resume_from_checkpoint:
@@ -83,13 +88,25 @@ class SparseBalanceMixin:
         if bar is not None:
             self.add_callback(BalanceProgressCallback(balance))
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            with balance.termination:
+                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except RuntimeError as error:
+            if silent := silent_ranks(error):
+                raise UserError(
+                    f"rank {', '.join(map(str, silent))} died or hangs: no answer after {self.state.global_step} "
+                    "whole steps; see what it wrote itself, and go on with --resume_from_checkpoint true"
+                ) from error
+            raise
         finally:
             self.remove_callback(callback)
             if bar is not None:
                 self.remove_callback(BalanceProgressCallback)
                 self.add_callback(bar)
             self._balance = None
+        if balance.leaves:
+            logger.warning("SIGTERM: saved after %d steps, leaving", self.state.global_step)
+            raise SystemExit(EXIT_STATUS)
+        return output
 
     def _forget_evaluation(self) -> None:
         """Undo what ``evaluate()`` before ``train()`` does: it marks the bare model as prepared, and accelerate then
@@ -140,7 +157,9 @@ class SparseBalanceMixin:
         if self._balance is None:
             return super().training_step(model, inputs, num_items_in_batch)
         with self._balance.clock.micro_batch():
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._balance.saw_loss(loss)
+        return loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Wraps the forward pass with its loss; leaving it marks where the backward pass starts."""

@@ -79,22 +79,22 @@ class Trainer(SparseBalanceTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def train(model, args, data=None, evaluate_first=False):
+def train(model, args, data=None, evaluate_first=False, trainer_class=Trainer, callbacks=(), resume=False):
     """(trainer, recorder) after a run."""
     recorder = Recorder()
-    trainer = Trainer(
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=datasets.Dataset.from_dict({"input_ids": data or documents()}),
         eval_dataset=datasets.Dataset.from_dict({"input_ids": documents()[:4]}),
         data_collator=recorder,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks],
     )
     trainer.budgets = recorder.budgets
     if evaluate_first:
         trainer.evaluate()
         recorder.micro_batches.clear()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, recorder
 
 

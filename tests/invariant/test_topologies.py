@@ -1,4 +1,4 @@
-"""One training, whatever the processes share: two ranks of DDP, of FSDP2, two tensor-parallel processes, and one alone.
+"""One training, whatever the processes share: two ranks of DDP, of FSDP2, two tensor-parallel processes, one alone.
 
 Every topology takes the same four documents per step, in float64.  Loss and gradient norm must then be those of one
 process: logits and loss are fp32 in transformers, what comes before and after them is not.
@@ -165,7 +165,7 @@ def test_waiting_is_not_learned(out, topology):
 
 
 def test_tensor_parallel_processes_select_what_one_process_selects(out, topology):
-    """Heads are whole: each process selects, for its heads, bit by bit the blocks that one process selects for them."""
+    """Heads are whole: each process selects, for its heads, bit by bit the blocks that one process selects."""
     if topology != "tp":
         return
     alone = one(out, "plain")["selections"]

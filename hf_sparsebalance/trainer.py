@@ -73,6 +73,11 @@ class SparseBalanceMixin:
         """
         if not isinstance(self.args, SparseBalanceArguments):
             raise UserError(f"args must be SparseBalanceArguments, got {type(self.args).__name__}")
+        if resume_from_checkpoint and getattr(self.model, "is_distributed_loading_by_transformers", False):
+            raise UserError(
+                "--resume_from_checkpoint with a model that was sharded when it was loaded: transformers stores only "
+                "rank 0's share of its optimizer; load the model from the checkpoint and start a new run"
+            )
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
         check_writable(self.args.output_dir)

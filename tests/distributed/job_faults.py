@@ -1,7 +1,7 @@
 """Two tuned epochs with a checkpoint after every step, resumed where there is one; argument 2 is what goes wrong.
 
-WHERE:RANK:STEP kills that rank there in that step, hangs it (hang), tells it to terminate (term), or makes its loss NaN
-(nan); NaN and hangs happen in the forward pass.
+PLACE:RANK:STEP kills that rank in that place of that step; place hang lets it hang in the forward pass, term sends it
+SIGTERM, nan spoils its loss.
 """
 
 import os
@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 from hf_sparsebalance.checkpoints import last_complete
 
-where, rank, step = sys.argv[2].split(":") if len(sys.argv) > 2 else ("nowhere", "-1", "-1")
+fault = tuple(sys.argv[2].split(":")) if len(sys.argv) > 2 else None
 folder = job_setup.out_folder() / "run"
 args = job_setup.arguments(
     folder,
@@ -32,7 +32,7 @@ args = job_setup.arguments(
 
 def struck(place, global_step):
     """Whether it is this rank's turn, in this place and step (the number of whole steps before it)."""
-    return (place, str(args.process_index), str(global_step + 1)) == (where, rank, step)
+    return (place, str(args.process_index), str(global_step + 1)) == fault
 
 
 def die():

@@ -93,22 +93,26 @@ def test_the_log_tells_both_ranks(tuned):
 
 
 def test_lora_trains_on_two_ranks(tuned):
-    """Adapters move, alike on both ranks, and the saved ones give the trained model's logits on the base model."""
+    """Adapters move, alike on both ranks; the saved ones give the trained model's logits on the base model, beside it
+    or merged into it.
+    """
     first, second = results(tuned, "lora")
     assert first["parameters"] == second["parameters"]
     assert first["parameters"][0] != first["parameters"][-1]
     folder = tuned / "lora"
-    assert (folder / "adapter_config.json").exists() and not (folder / "model.safetensors").exists()
+    for saved in (folder, folder / "checkpoint-3"):
+        assert (saved / "adapter_model.safetensors").exists() and not (saved / "model.safetensors").exists()
     base = job_setup.build_model()
     base.config.sparse_attention = {"block_size": tiny_run.BLOCK, "top_p": tiny_run.BASE_TOP_P}
     loaded = PeftModel.from_pretrained(base, folder).eval()
+    ids, expected = torch.tensor([job_setup.documents()[0]]), torch.tensor(first["logits"])
     with torch.no_grad():
-        found = loaded(input_ids=torch.tensor([job_setup.documents()[0]])).logits
-    expected = torch.tensor(first["logits"])
-    # The same fp32 computation, with another number of threads: sums of 48 products at most, in a dozen layers.
-    assert float((found - expected).abs().max()) <= 12 * 48 * torch.finfo(torch.float32).eps * float(
-        expected.abs().max()
-    )
+        beside, merged = loaded(input_ids=ids).logits, loaded.merge_and_unload()(input_ids=ids).logits
+    # The same fp32 computation in another order: sums of 48 products at most, in a dozen layers; merging rounds each
+    # weight once more.
+    bound = 12 * 48 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    assert float((beside - expected).abs().max()) <= bound
+    assert float((merged - expected).abs().max()) <= 2 * bound
 
 
 @pytest.fixture(scope="module")
@@ -179,10 +183,14 @@ def refusals(tmp_path_factory):
         ("world", "--num_ranks 3"),
         ("profile", "profile"),
         ("replicas", "parameters differ"),
+        ("sharded", "sharded already.*DistributedConfig"),
+        ("fsdp", "FSDP was asked for.*MULTI_CPU"),
     ],
 )
 def test_ranks_that_disagree_are_refused(refusals, name, match):
-    """Different data, options, profiles, or another number of ranks end in a clear error on both ranks."""
+    """Different data, options, profiles, another number of ranks, or sharding that the Trainer does not see end in a
+    clear error on both ranks.
+    """
     for refusal in refusals:
         with pytest.raises(UserError, match=match):
             if refusal[name] is not None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+import transformers
 from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
@@ -130,9 +133,16 @@ class SparseBalanceMixin:
         check_topology(topology, self.model, self.accelerator, settings.tunes and settings.base_top_k is not None)
         if settings.tunes:
             logger.info("tuning with scope %s on %d ranks", settings.scope, settings.num_ranks)
+        versions = [platform.python_version(), torch.__version__, transformers.__version__, accelerate.__version__]
         check_same(
-            "training data, options or profile",
-            [list(lengths), repr(settings), predictor and predictor.profile.to_json()],
+            "training data, options, model configuration, profile or versions",
+            [
+                list(lengths),
+                repr(settings),
+                config.to_json_string(use_diff=False),
+                predictor and predictor.profile.to_json(),
+                versions,
+            ],
         )
         sparse = config._attn_implementation == ATTENTION_NAME
         log = Path(args.output_dir) / RUN_LOG

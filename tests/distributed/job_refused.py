@@ -4,6 +4,7 @@ import os
 
 import job_setup
 import torch
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -17,7 +18,8 @@ refusals = {}
 def attempt(name, args, data=None, model=None):
     """Remember the refusal of a run."""
     model = model or job_setup.build_model()
-    args.profile = args.profile or job_setup.write_profile(out / f"profile-{name}-{rank}.json", model, args)
+    if args.tolerance:
+        args.profile = args.profile or job_setup.write_profile(out / f"profile-{name}-{rank}.json", model, args)
     try:
         job_setup.train(model, args, data)
         refusals[name] = None
@@ -38,6 +40,14 @@ attempt("profile", args)
 sharded = job_setup.build_model()
 fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
 attempt("sharded", job_setup.arguments(out / "sharded"), model=sharded)
+untuned = {"tolerance": 0.0, "batching": "random"}
+model = job_setup.build_model()
+model.config.rms_norm_eps *= 1.0 + rank
+attempt("model", job_setup.arguments(out / "model", **untuned), model=model)
+version = transformers.__version__
+transformers.__version__ = f"{version}+{rank}"
+attempt("versions", job_setup.arguments(out / "versions", **untuned))
+transformers.__version__ = version
 os.environ["ACCELERATE_USE_FSDP"] = "true"
 attempt("fsdp", job_setup.arguments(out / "fsdp"))
 try:

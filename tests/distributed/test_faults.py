@@ -5,10 +5,12 @@ import signal
 import subprocess
 from pathlib import Path
 
+import job_setup
 import pytest
 from launching import ENVIRONMENT, ROOT, TIMEOUT_S, command, launch, results
 
 from hf_sparsebalance.checkpoints import STATE_FILE, last_complete
+from hf_sparsebalance.errors import UserError
 
 JOB = Path(__file__).parent / "job_faults.py"
 pytestmark = pytest.mark.slow
@@ -99,3 +101,11 @@ def test_nan_ends_the_run_before_it_is_saved(tmp_path):
     assert done.returncode != 0 and "died or hangs" not in done.stderr
     assert done.stderr.count("the loss of rank 1 in step 3 is nan") >= 2, done.stderr[-3000:]
     assert Path(last_complete(str(tmp_path / "run"))).name == "checkpoint-2"
+
+
+def test_another_number_of_ranks_cannot_resume(uninterrupted, tmp_path):
+    """One process that resumes a run of two is refused by that: it would repeat documents, or lose them."""
+    model, args = job_setup.build_model(), job_setup.arguments(tmp_path, num_train_epochs=2)
+    args.profile = job_setup.write_profile(tmp_path / "profile.json", model, args)
+    with pytest.raises(UserError, match="num_ranks 2 .now 1"):
+        job_setup.train(model, args, resume=str(uninterrupted / "run" / "checkpoint-6"))

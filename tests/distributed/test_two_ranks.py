@@ -182,14 +182,16 @@ def refusals(tmp_path_factory):
         ("options", "different.*options"),
         ("world", "--num_ranks 3"),
         ("profile", "profile"),
+        ("model", "different.*model"),
+        ("versions", "different.*versions"),
         ("replicas", "parameters differ"),
         ("sharded", "sharded already.*DistributedConfig"),
         ("fsdp", "FSDP was asked for.*MULTI_CPU"),
     ],
 )
 def test_ranks_that_disagree_are_refused(refusals, name, match):
-    """Different data, options, profiles, another number of ranks, or sharding that the Trainer does not see end in a
-    clear error on both ranks.
+    """Different data, options, profiles, models or versions, another number of ranks, or sharding that the Trainer
+    does not see end in a clear error on both ranks.
     """
     for refusal in refusals:
         with pytest.raises(UserError, match=match):

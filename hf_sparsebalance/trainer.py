@@ -96,15 +96,9 @@ class SparseBalanceMixin:
         if bar is not None:
             self.add_callback(BalanceProgressCallback(balance))
         try:
+            # Outside of all else: when a rank dies, the launcher sends SIGTERM to those that are just finding out.
             with balance.termination:
-                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        except RuntimeError as error:
-            if silent := silent_ranks(error):
-                raise UserError(
-                    f"rank {', '.join(map(str, silent))} died or hangs: no answer after {self.state.global_step} "
-                    "whole steps; see what it wrote itself, and go on with --resume_from_checkpoint true"
-                ) from error
-            raise
+                output = self._train_or_name_the_dead(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.remove_callback(callback)
             if bar is not None:
@@ -115,6 +109,19 @@ class SparseBalanceMixin:
             logger.warning("SIGTERM: saved after %d steps, leaving", self.state.global_step)
             raise SystemExit(EXIT_STATUS)
         return output
+
+    def _train_or_name_the_dead(
+        self, resume_from_checkpoint: str | None, trial: Any, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except RuntimeError as error:
+            if silent := silent_ranks(error):
+                raise UserError(
+                    f"rank {', '.join(map(str, silent))} died or hangs: no answer after {self.state.global_step} "
+                    "whole steps; see what it wrote itself, and go on with --resume_from_checkpoint true"
+                ) from error
+            raise
 
     def _forget_evaluation(self) -> None:
         """Undo what ``evaluate()`` before ``train()`` does: it marks the bare model as prepared, and accelerate then

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from hf_sparsebalance.batching import STRATEGIES
@@ -91,6 +93,9 @@ class SparseBalanceArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             # Must be known before the process group is made: without it ranks on a CPU do not find each other.
             self.use_cpu = True
+        if self.use_cpu:
+            # transformers would make it without --ddp_timeout, and then finds it made.
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         # The buffers of a causal language model are constants; broadcasting them makes ranks wait for rank 0 inside
         # the first forward pass of a step, which would then count as its time.  All parameters take part.
         if self.ddp_broadcast_buffers is None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import tempfile
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from hf_sparsebalance.batching import STRATEGIES
@@ -54,9 +56,11 @@ class SparseBalanceArguments(TrainingArguments):
                           "or mean with a top_k."},
     )  # fmt: skip
     scope: str = field(
-        default="rank",
-        metadata={"help": f"Where ranks wait for each other: {', '.join(SCOPES)}. rank for plain data parallelism."},
-    )
+        default="auto",
+        metadata={"help": f"Where ranks wait for each other: auto, {', '.join(SCOPES)}. auto is rank (once a step) "
+                          "with plain data parallelism, slot (at every micro-batch) where parameters are sharded "
+                          "(FSDP, ZeRO-3)."},
+    )  # fmt: skip
     batching: str = field(
         default="sparsity_aware",
         metadata={"help": f"How batches are composed: {', '.join(STRATEGIES)}."},
@@ -90,6 +94,9 @@ class SparseBalanceArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             # Must be known before the process group is made: without it ranks on a CPU do not find each other.
             self.use_cpu = True
+        if self.use_cpu:
+            # transformers would make it without --ddp_timeout, and then finds it made.
+            PartialState(cpu=True, backend=self.ddp_backend, timeout=timedelta(seconds=self.ddp_timeout))
         # The buffers of a causal language model are constants; broadcasting them makes ranks wait for rank 0 inside
         # the first forward pass of a step, which would then count as its time.  All parameters take part.
         if self.ddp_broadcast_buffers is None:
@@ -120,7 +127,7 @@ class SparseBalanceArguments(TrainingArguments):
             )
         for name, value, known in (
             ("anchor", self.anchor or ANCHORS[0], ANCHORS),
-            ("scope", self.scope, SCOPES),
+            ("scope", self.scope, ("auto", *SCOPES)),
             ("batching", self.batching, STRATEGIES),
         ):
             if value not in known:
@@ -152,6 +159,11 @@ class SparseBalanceArguments(TrainingArguments):
             )
         if self.ignore_data_skip:
             raise UserError("--ignore_data_skip would repeat documents after a resume: leave it off")
+        if self.enable_jit_checkpoint:
+            raise UserError(
+                "--enable_jit_checkpoint lets each rank save when it likes: leave it off, on SIGTERM all ranks save "
+                "together after the step"
+            )
         if self.auto_find_batch_size:
             raise UserError(
                 "--auto_find_batch_size changes the plan in the middle of a run: bound --max_tokens instead"

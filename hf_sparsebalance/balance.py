@@ -24,11 +24,13 @@ from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import Latency
 from hf_sparsebalance.planner import Measured, Planner, StepPlan
 from hf_sparsebalance.schedule import simulate_step
+from hf_sparsebalance.termination import TerminationRequest
 from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.topology import Topology
 from sparsebalance_kernels import CURVE_TOP_P, AttentionStats
 
 # Columns of the row that each rank sends per micro-batch; the density curve follows.
-_COLUMNS = ("start_ms", "forward_ms", "backward_ms", "top_k", "raised", "density", "work", "coverage")
+_COLUMNS = ("start_ms", "forward_ms", "backward_ms", "loss", "top_k", "raised", "density", "work", "coverage")
 
 
 class StepBalance:
@@ -39,21 +41,32 @@ class StepBalance:
         clock: this rank's.
         log: file that gets one JSON line per step, on rank 0.
         sparse: whether the model attends through ``sparsebalance`` (else there are no budgets and no statistics).
+        topology: which rank this process belongs to, and where ranks wait.
+
+    Attributes:
+        metrics: what the last step showed.
+        termination: whether this process was asked to leave.
+        leaves: whether any was, as all learned at the end of the last step.
     """
 
-    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path, sparse: bool) -> None:
+    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path, sparse: bool, topology: Topology) -> None:
         self.planner = planner
         self.clock = clock
         self.sparse = sparse
         self.metrics: dict[str, float] = {}
+        self.termination = TerminationRequest()
+        self.leaves = False
         self._log = log
-        self._rank = rank_and_world()[0]
+        self._topology = topology
+        self._rank = topology.rank
+        self._writes = rank_and_world()[0] == 0
         self._plan: StepPlan | None = None
         # One thread: its jobs run in order.
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sparsebalance")
         self._jobs: list[Future[None]] = []
         self._measured: list[Measured] = []
         self._collectors: list[StatsCollector] = []
+        self._losses: list[torch.Tensor] = []
         self._started_s = 0.0
         self._planning_ms = 0.0
         self._carried_s = 0.0
@@ -61,7 +74,7 @@ class StepBalance:
 
     def forget_after(self, global_step: int) -> None:
         """Drop an earlier run's figures, and the steps that a run resumed at ``global_step`` will do again."""
-        if self._rank == 0:
+        if self._writes:
             runlog.forget_run(self._log.parent)
             runlog.keep_steps(self._log, global_step)
 
@@ -104,6 +117,7 @@ class StepBalance:
         self._planning_ms = (time.perf_counter() - started + self._carried_s) * 1000.0
         num_slots = self.planner.settings.num_slots
         self._collectors = [StatsCollector() for _ in range(num_slots)]
+        self._losses = []
         if not self.sparse:
             return [{} for _ in range(num_slots)]
         return [
@@ -124,6 +138,10 @@ class StepBalance:
             "sparse_tolerance": torch.tensor(settings.tolerance, dtype=torch.float64),
         }
 
+    def saw_loss(self, loss: torch.Tensor) -> None:
+        """Keep a micro-batch's loss until the step ends: reading it now would wait for the device."""
+        self._losses.append(loss)
+
     def end(self, global_step: int) -> None:
         """Gather, learn and log; collective.  ``metrics`` then holds what the step showed.
 
@@ -131,27 +149,40 @@ class StepBalance:
             global_step: optimizer steps done, this one included.
 
         Raises:
-            UserError: the model never called the sparse attention.
+            UserError: the model never called the sparse attention, or a loss is not finite.
         """
         times = self.clock.times()
         # What was planned and learned between the steps is part of the price.
         step_s = time.perf_counter() - self._started_s + self._carried_s
         width = len(_COLUMNS) + len(CURVE_TOP_P)
         rows = torch.full((len(times) + 1, width), math.nan, dtype=torch.float64)
-        rows[-1, 0], rows[-1, 1] = step_s, self._planning_ms
-        for slot, (measured, collector) in enumerate(zip(times, self._collectors, strict=True)):
-            rows[slot, :3] = torch.tensor(
-                [measured.start_ms, measured.forward_ms, measured.backward_ms], dtype=torch.float64
+        rows[-1, :3] = torch.tensor([step_s, self._planning_ms, self.termination.received], dtype=torch.float64)
+        for slot, (measured, loss, collector) in enumerate(zip(times, self._losses, self._collectors, strict=True)):
+            rows[slot, :4] = torch.tensor(
+                [measured.start_ms, measured.forward_ms, measured.backward_ms, float(loss)], dtype=torch.float64
             )
             stats = collector.mean()
             if stats is not None:
-                rows[slot, 3:] = self._stats_row(slot, stats, collector)
+                rows[slot, 4:] = self._stats_row(slot, stats, collector)
             elif self.sparse and not collector.layers:
                 raise UserError(NO_SPARSE_ATTENTION)
-        gathered = gather_rows(rows)
+        # The processes of a rank do the same at the same time, each on its own heads: the mean is that over all heads.
+        gathered = gather_rows(rows).unflatten(0, (self._topology.num_ranks, self._topology.tensor_size)).mean(1)
+        self.leaves = bool(gathered[:, -1, 2].any())
+        self._check_losses(global_step, gathered[:, :-1, _COLUMNS.index("loss")])
         started = time.perf_counter()
         self._digest(global_step, gathered)
         self._carried_s = time.perf_counter() - started
+
+    def _check_losses(self, global_step: int, losses: torch.Tensor) -> None:
+        for rank, slot in (~losses.isfinite()).nonzero().tolist():
+            epoch, step = self._position
+            documents = self.planner.batches(epoch).micro_batch(step, rank, slot)
+            raise UserError(
+                f"the loss of rank {rank} in step {global_step} is {float(losses[rank, slot])} (documents "
+                f"{', '.join(map(str, documents))} of the training data): look at them, or resume from the last "
+                "checkpoint with a smaller --learning_rate"
+            )
 
     def _digest(self, global_step: int, gathered: torch.Tensor) -> None:
         """Learn from and log ``gathered [ranks, slots + 1, columns]``, the same on every rank."""
@@ -167,7 +198,8 @@ class StepBalance:
             entry = self._entry(rank, slot, plan.micro_batch(step, rank, slot), expected_ms, row)
             entries.append(entry)
             curve = _curve(row[len(_COLUMNS) :])
-            measured.append(Measured(entry.documents, entry.top_p, entry.busy_ms, curve, entry.density))
+            own_ms = entry.busy_ms if self._is_awaited(number, predicted) else None
+            measured.append(Measured(entry.documents, entry.top_p, own_ms, curve, entry.density))
         self._measured = measured
         if step + 1 == self.planner.num_steps:
             self.settle()  # the next epoch's batches depend on it
@@ -182,11 +214,22 @@ class StepBalance:
             micro_batches=tuple(entries),
             raised_top_k=self._num_raised(gathered),
         )
-        if self._rank == 0:
+        if self._writes:
             runlog.append_step(self._log, record)
         self.metrics = _metrics(record, predicted)
         if self._plan.scales is not None:
             self.metrics["attention_scale"], self.metrics["linear_scale"] = self._plan.scales
+
+    def _is_awaited(self, number: int, predicted: Sequence[float | None]) -> bool:
+        """Whether a micro-batch's measured time is its own.
+
+        Where ranks meet in every micro-batch, all of a slot last as long as its slowest.  Only the one predicted to be
+        that tells what it took; the others waited for it.
+        """
+        expected_ms, slots = predicted[number], self.planner.settings.num_slots
+        if expected_ms is None or not self._topology.meets_every_micro_batch:
+            return True
+        return all(expected_ms >= (other or 0.0) for other in predicted[number % slots :: slots])
 
     def _learn(self) -> None:
         """Hand what the last step showed to the thread, once."""
@@ -226,7 +269,7 @@ class StepBalance:
         predicted_ms: float | None,
         row: Sequence[float],
     ) -> runlog.MicroBatch:
-        start_ms, forward_ms, backward_ms, top_k, _, density, work, coverage = row[: len(_COLUMNS)]
+        start_ms, forward_ms, backward_ms, _, top_k, _, density, work, coverage = row[: len(_COLUMNS)]
         by_top_p = self.sparse and self.planner.settings.base_top_k is None
         lengths = [self.planner.lengths[sample] for sample in samples]
         return runlog.MicroBatch(

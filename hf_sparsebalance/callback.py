@@ -1,40 +1,40 @@
-"""Trainer callbacks: epoch order, feedback after each step, state in each checkpoint, and the progress bar."""
+"""Trainer callbacks: epoch order, feedback after each step, and the progress bar."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_sparsebalance.balance import StepBalance
 from hf_sparsebalance.distributed import check_replicas
-from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.sampler import PlanSampler
-
-STATE_FILE = "sparsebalance_state.json"
 
 
 class SparseBalanceCallback(TrainerCallback):
-    """Feeds back what a step measured, and keeps the planner's state in each checkpoint.
+    """Feeds back what a step measured.
 
     Args:
         balance: of the run.
         sampler: whose epoch is set here, because Trainer's own call misses it after a resume.
-        parameters: whose gradients mark the end of a backward pass.
     """
 
-    def __init__(self, balance: StepBalance, sampler: PlanSampler, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(self, balance: StepBalance, sampler: PlanSampler) -> None:
         self.balance = balance
         self.sampler = sampler
-        self._parameters = parameters
+        self._parameters: list[torch.nn.Parameter] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replicas_checked = False
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: torch.nn.Module,
+        **kwargs: object,
     ) -> None:
+        # Only now: wrapping for FSDP has put other parameters in the place of the model's own.
+        self._parameters = list(model.parameters())
         self._handles = self.balance.clock.watch(self._parameters)
         self.balance.forget_after(state.global_step)
 
@@ -59,13 +59,8 @@ class SparseBalanceCallback(TrainerCallback):
         if not self._replicas_checked:
             check_replicas(self._parameters)
             self._replicas_checked = True
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        if state.is_world_process_zero:
-            self.balance.settle()
-            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            text = json.dumps(self.balance.planner.state_dict())
-            (folder / STATE_FILE).write_text(text, encoding="utf-8")
+        if self.balance.leaves:
+            control.should_save = control.should_training_stop = True
 
 
 class BalanceProgressCallback(ProgressCallback):
@@ -86,24 +81,3 @@ class BalanceProgressCallback(ProgressCallback):
                 if budget in metrics:
                     shown[budget] = format(metrics[budget], form)
             self.training_bar.set_postfix(shown)
-
-
-def read_state(checkpoint: str) -> dict[str, object]:
-    """The planner's state in a checkpoint folder.
-
-    Raises:
-        UserError: it is missing or not JSON.
-    """
-    path = Path(checkpoint) / STATE_FILE
-    try:
-        state = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"{path} is missing: this checkpoint was not written by SparseBalanceTrainer, or not to its end; resume "
-            "from another"
-        ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): resume from an earlier checkpoint") from error
-    if not isinstance(state, dict):
-        raise UserError(f"{path} is not a balance state: resume from an earlier checkpoint")
-    return state

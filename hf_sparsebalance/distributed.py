@@ -9,13 +9,17 @@ import atexit
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hf_sparsebalance.errors import UserError
+
+ROLL_CALL_S = 10.0
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -52,6 +56,12 @@ def check_world(expected: int | None) -> None:
         )
 
 
+def barrier() -> None:
+    """Wait until every rank has come here."""
+    if rank_and_world()[1] > 1:
+        dist.barrier()
+
+
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *shape]`` on CPU, the same bits everywhere."""
     _, world = rank_and_world()
@@ -83,7 +93,8 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
     """Refuse to go on where ranks train models of their own; collective.
 
     Data parallelism leaves every rank with the same parameters to the last bit.  Where something kept the model from
-    being wrapped, each rank trains on its own share and nothing else shows it.  Sharded parameters are not compared.
+    being wrapped, each rank trains on its own share and nothing else shows it.  Sharded parameters differ by design
+    and are left out.
 
     Args:
         parameters: of the model, after an optimizer step.
@@ -91,10 +102,10 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
     Raises:
         UserError: on every rank, where a trainable parameter differs between ranks.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    if rank_and_world()[1] == 1 or not trainable or any(isinstance(parameter, DTensor) for parameter in trainable):
+    replicas = [each for each in parameters if each.requires_grad and not isinstance(each, DTensor)]
+    if rank_and_world()[1] == 1 or not replicas:
         return
-    sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in trainable])
+    sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in replicas])
     seen = gather_rows(sums)
     # A parameter that went NaN did so on every rank, and is another fault.
     if not torch.allclose(seen, seen[:1].expand_as(seen), rtol=0.0, atol=0.0, equal_nan=True):
@@ -102,6 +113,38 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
             "the ranks' parameters differ after the first step: the model was not wrapped for data parallelism; do "
             "not prepare it with accelerate yourself before train()"
         )
+
+
+def has_sharded(parameters: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether any of them is spread over processes."""
+    return any(isinstance(parameter, DTensor) for parameter in parameters)
+
+
+def silent_ranks(error: RuntimeError) -> list[int]:
+    """Ranks that do not answer after a collective has failed; empty where ``error`` came from elsewhere.
+
+    The backend knows addresses at best, and whoever loses a peer loses it in the middle of a collective.  So each rank
+    that notices says so in the launcher's key-value store, and waits for the others to do the same.
+    """
+    rank, world = rank_and_world()
+    if world == 1 or not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+        return []
+    deadline = time.monotonic() + ROLL_CALL_S
+    try:
+        store = dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=ROLL_CALL_S)
+        )
+        run = f"sparsebalance/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        store.set(f"{run}/{rank}", "here")
+    except dist.DistError:
+        return [0]  # which keeps the store where no launcher does
+    silent = []
+    for other in range(world):
+        try:
+            store.wait([f"{run}/{other}"], timedelta(seconds=max(deadline - time.monotonic(), 0.1)))
+        except dist.DistError:
+            silent.append(other)
+    return silent
 
 
 def _leave() -> None:

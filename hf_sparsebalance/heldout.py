@@ -2,6 +2,7 @@
 
 Trainer's own evaluation averages over batches, and a round of batches over ranks; with documents of uneven length its
 figure depends on how they fall together.  Here each rank takes every n-th document whole, and sums are added up once.
+All ranks run equally many: sharded ones gather each other's parameters in every forward pass.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 import torch
 
 from hf_sparsebalance.attention import ATTENTION_NAME, StatsCollector
-from hf_sparsebalance.distributed import gather_rows, rank_and_world
+from hf_sparsebalance.distributed import gather_rows
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.topology import topology_of
 
 _COLUMNS = ("nats", "targets", "tokens", "pairs", "density", "work", "coverage")
 
@@ -35,13 +37,15 @@ def heldout_loss(
     Raises:
         UserError: no document has a second token.
     """
-    rank, world = rank_and_world()
+    topology = topology_of(model)
     sparse = model.config._attn_implementation == ATTENTION_NAME
     training = model.training
     model.eval()
     sums = torch.zeros(len(_COLUMNS), dtype=torch.float64)
-    for document in documents[rank::world]:
-        ids = torch.tensor([list(document)], device=model.device)
+    for first in range(0, len(documents), topology.num_ranks):
+        number = first + topology.rank
+        is_counted = number < len(documents)
+        ids = torch.tensor([list(documents[number if is_counted else 0])], device=model.device)
         length = ids.shape[1]
         collector = StatsCollector()
         keywords = {"sparse_stats": collector, "sparse_top_p": top_p} if sparse else {}
@@ -51,9 +55,11 @@ def heldout_loss(
         pairs = length * (length + 1) // 2
         nats = float(loss) * (length - 1) if length > 1 else 0.0
         row = [nats, length - 1, length, pairs, density * pairs, work * pairs, coverage * length]
-        sums += torch.tensor(row, dtype=torch.float64)
+        if is_counted:
+            sums += torch.tensor(row, dtype=torch.float64)
     model.train(training)
-    total = dict(zip(_COLUMNS, gather_rows(sums).sum(0).tolist(), strict=True))
+    # The processes of a tensor-parallel rank ran the same documents, each with its own heads' statistics.
+    total = dict(zip(_COLUMNS, (gather_rows(sums).sum(0) / topology.tensor_size).tolist(), strict=True))
     if not total["targets"]:
         raise UserError("the held-out documents have one token each: there is nothing to predict")
     loss_per_token = total["nats"] / total["targets"]

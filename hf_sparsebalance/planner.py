@@ -103,14 +103,14 @@ class Measured:
     Attributes:
         samples: its sample numbers.
         top_p: the budget it ran with; None for dense attention and for a top_k.
-        total_ms: its forward and backward time.
+        total_ms: its forward and backward time; None where that is not its own (it waited for other ranks).
         curve: its density curve, or None when no gate was computed, or with a top_k.
         density: its density, averaged over all layers, always dense ones included; None when no gate was computed.
     """
 
     samples: tuple[int, ...]
     top_p: float | None
-    total_ms: float
+    total_ms: float | None
     curve: DensityCurve | None
     density: float | None = None
 
@@ -247,9 +247,9 @@ class Planner:
     def observe(self, measured: Sequence[Measured]) -> None:
         """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
         if self.predictor is not None and self.settings.refit:
-            some = measured[:: -(-len(measured) // OBSERVATIONS_PER_STEP)]
-            parts = [self.predictor.components(*self._realised(seen)) for seen in some]
-            self._observations.append([(*each, seen.total_ms) for each, seen in zip(parts, some, strict=True)])
+            timed = [(seen, seen.total_ms) for seen in measured if seen.total_ms is not None]
+            some, parts = timed[:: max(1, -(-len(timed) // OBSERVATIONS_PER_STEP))], self.predictor.components
+            self._observations.append([(*parts(*self._realised(seen)), total_ms) for seen, total_ms in some])
             self.predictor = self.predictor.refit(tuple(self._observations))
         for seen in measured:
             for sample, curve in zip(seen.samples, self._curves_of(seen), strict=False):

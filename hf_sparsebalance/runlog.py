@@ -173,7 +173,7 @@ def keep_steps(path: Path, last_step: int) -> None:
             break
         if whole["step"] <= last_step:
             kept.append(line + "\n")
-    _replace(path, "".join(kept))
+    replace_file(path, "".join(kept))
 
 
 def forget_run(folder: Path) -> None:
@@ -183,10 +183,11 @@ def forget_run(folder: Path) -> None:
 
 def write_run(folder: str | Path, fields: Mapping[str, Any]) -> None:
     """Write `run.json` whole or not at all; `fields` are those of `Run` without folder and steps."""
-    _replace(Path(folder) / "run.json", json.dumps(dict(fields), indent=2) + "\n")
+    replace_file(Path(folder) / "run.json", json.dumps(dict(fields), indent=2) + "\n")
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
     written = path.with_suffix(path.suffix + ".new")
     written.write_text(text, encoding="utf-8")
     os.replace(written, path)

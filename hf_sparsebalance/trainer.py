@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
+import transformers
 from torch import nn
 from transformers import (
     DataCollatorWithFlattening,
@@ -19,13 +23,14 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput, rotate_checkpoints
 
 from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
 from hf_sparsebalance.balance import StepBalance
-from hf_sparsebalance.callback import BalanceProgressCallback, SparseBalanceCallback, read_state
-from hf_sparsebalance.distributed import check_same, check_world, rank_and_world
+from hf_sparsebalance.callback import BalanceProgressCallback, SparseBalanceCallback
+from hf_sparsebalance.checkpoints import checkpoint_folder, forget_state, read_state, write_state
+from hf_sparsebalance.distributed import barrier, check_same, check_world, silent_ranks
 from hf_sparsebalance.documents import check_lengths
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
@@ -33,10 +38,14 @@ from hf_sparsebalance.latency_profile import LatencyProfile
 from hf_sparsebalance.planner import Planner, PlanSettings
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.sampler import PlanSampler
+from hf_sparsebalance.termination import EXIT_STATUS
 from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.topology import Topology, check_topology, topology_of
 from hf_sparsebalance.tuning import OPTIMAL_NEEDS_TOP_P
 
 RUN_LOG = "balance.jsonl"
+
+logger = logging.getLogger(__name__)
 
 
 class SparseBalanceMixin:
@@ -59,9 +68,18 @@ class SparseBalanceMixin:
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train; see ``transformers.Trainer.train``.  A resumed run plans on from the checkpoint's balance state."""
+        """Train; see ``transformers.Trainer.train``.  A resumed run plans on from the checkpoint's balance state.
+
+        Raises:
+            SystemExit: some rank got SIGTERM; all have saved a checkpoint after the step that ran.
+        """
         if not isinstance(self.args, SparseBalanceArguments):
             raise UserError(f"args must be SparseBalanceArguments, got {type(self.args).__name__}")
+        if resume_from_checkpoint and getattr(self.model, "is_distributed_loading_by_transformers", False):
+            raise UserError(
+                "--resume_from_checkpoint with a model that was sharded when it was loaded: transformers stores only "
+                "rank 0's share of its optimizer; load the model from the checkpoint and start a new run"
+            )
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
         check_writable(self.args.output_dir)
@@ -71,19 +89,38 @@ class SparseBalanceMixin:
             balance.planner.load_state_dict(read_state(resume_from_checkpoint))
         self._balance, self._plan_sampler = balance, sampler
         self._forget_evaluation()
-        callback = SparseBalanceCallback(balance, sampler, list(self.model.parameters()))
+        callback = SparseBalanceCallback(balance, sampler)
         self.add_callback(callback)
         bar = self.pop_callback(ProgressCallback)
         if bar is not None:
             self.add_callback(BalanceProgressCallback(balance))
         try:
-            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            # Outside of all else: when a rank dies, the launcher sends SIGTERM to those that are just finding out.
+            with balance.termination:
+                output = self._train_or_name_the_dead(resume_from_checkpoint, trial, ignore_keys_for_eval)
         finally:
             self.remove_callback(callback)
             if bar is not None:
                 self.remove_callback(BalanceProgressCallback)
                 self.add_callback(bar)
             self._balance = None
+        if balance.leaves:
+            logger.warning("SIGTERM: saved after %d steps, leaving", self.state.global_step)
+            raise SystemExit(EXIT_STATUS)
+        return output
+
+    def _train_or_name_the_dead(
+        self, resume_from_checkpoint: str | None, trial: Any, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
+        try:
+            return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        except RuntimeError as error:
+            if silent := silent_ranks(error):
+                raise UserError(
+                    f"rank {', '.join(map(str, silent))} died or hangs: no answer after {self.state.global_step} "
+                    "whole steps; see what it wrote itself, and go on with --resume_from_checkpoint true"
+                ) from error
+            raise
 
     def _forget_evaluation(self) -> None:
         """Undo what ``evaluate()`` before ``train()`` does: it marks the bare model as prepared, and accelerate then
@@ -95,15 +132,28 @@ class SparseBalanceMixin:
 
     def _set_up_balance(self) -> tuple[StepBalance, PlanSampler]:
         args, config = self.args, self.model.config
-        planner = build_planner(config, args, check_lengths(self.train_dataset), self._train_batch_size)
-        predictor = planner.predictor
+        topology = topology_of(self.model, self.accelerator)
+        lengths = check_lengths(self.train_dataset)
+        planner = build_planner(config, args, lengths, self._train_batch_size, topology)
+        settings, predictor = planner.settings, planner.predictor
+        check_topology(topology, self.model, self.accelerator, settings.tunes and settings.base_top_k is not None)
+        if settings.tunes:
+            logger.info("tuning with scope %s on %d ranks", settings.scope, settings.num_ranks)
+        versions = [platform.python_version(), torch.__version__, transformers.__version__, accelerate.__version__]
         check_same(
-            "training data, options or profile",
-            [list(planner.lengths), repr(planner.settings), predictor and predictor.profile.to_json()],
+            "training data, options, model configuration, profile or versions",
+            [
+                list(lengths),
+                repr(settings),
+                config.to_json_string(use_diff=False),
+                predictor and predictor.profile.to_json(),
+                versions,
+            ],
         )
         sparse = config._attn_implementation == ATTENTION_NAME
-        balance = StepBalance(planner, MicroBatchClock(args.device), Path(args.output_dir) / RUN_LOG, sparse)
-        return balance, PlanSampler(planner, rank_and_world()[0])
+        log = Path(args.output_dir) / RUN_LOG
+        balance = StepBalance(planner, MicroBatchClock(args.device), log, sparse, topology)
+        return balance, PlanSampler(planner, topology.rank)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[Any] | None:
         return self._plan_sampler or super()._get_train_sampler(train_dataset)
@@ -128,7 +178,9 @@ class SparseBalanceMixin:
         if self._balance is None:
             return super().training_step(model, inputs, num_items_in_batch)
         with self._balance.clock.micro_batch():
-            return super().training_step(model, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._balance.saw_loss(loss)
+        return loss
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Wraps the forward pass with its loss; leaving it marks where the backward pass starts."""
@@ -136,6 +188,25 @@ class SparseBalanceMixin:
         if self._balance is not None:
             stack.callback(self._balance.clock.forward_ended)
         return stack
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """A checkpoint counts, and may replace older ones, once every rank has written its part."""
+        if self._balance is None:
+            super()._save_checkpoint(model, trial)
+            return
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            forget_state(folder)
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self._balance.settle()
+        barrier()
+        if self.args.should_save:
+            write_state(folder, self._balance.planner.state_dict())
+            rotate_checkpoints(str(folder.parent), limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the last step's times, imbalances and budgets to a training step's log."""
@@ -186,22 +257,12 @@ class SparseBalanceTrainer(SparseBalanceMixin, Trainer):
         )
 
 
-def checkpoint_folder(resume: str | bool, output_dir: str) -> str:
-    """The checkpoint to resume from: the folder named, or, for True, the last in ``output_dir``.
-
-    Raises:
-        UserError: there is none.
-    """
-    if isinstance(resume, str):
-        return resume
-    folder = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-    if folder is None:
-        raise UserError(f"--resume_from_checkpoint: no checkpoint in {output_dir}")
-    return str(folder)
-
-
 def build_planner(
-    config: PreTrainedConfig, args: SparseBalanceArguments, lengths: Sequence[int], batch_size: int
+    config: PreTrainedConfig,
+    args: SparseBalanceArguments,
+    lengths: Sequence[int],
+    batch_size: int,
+    topology: Topology,
 ) -> Planner:
     """The plan of a run, from everything but the model's weights; every refusal that needs no weights comes from here.
 
@@ -210,6 +271,7 @@ def build_planner(
         args: of the run; the process group must be up.
         lengths: tokens of each training document.
         batch_size: documents per micro-batch.
+        topology: of the run.
 
     Raises:
         UserError: data, profile and options do not go together.
@@ -228,7 +290,7 @@ def build_planner(
     least_top_k, base_top_k = _top_k_of(defaults)
     settings = PlanSettings(
         batching=args.batching,
-        num_ranks=rank_and_world()[1],
+        num_ranks=topology.num_ranks,
         num_slots=args.gradient_accumulation_steps,
         batch_size=batch_size,
         seed=args.seed if args.data_seed is None else args.data_seed,
@@ -237,7 +299,7 @@ def build_planner(
         base_top_p=None if defaults is None else defaults.top_p,
         tolerance=args.tolerance,
         anchor=args.anchor_for(base_top_k),
-        scope=args.scope,
+        scope=topology.scope(args.scope),
         block_size=block_size,
         refit=args.refit,
         base_top_k=base_top_k,

@@ -162,3 +162,13 @@ def test_the_refit_reads_the_density_that_layers_took():
             seen.append(Measured(samples, None, 1.3 * true_ms, None, density=float(densities[0])))
         ours.observe(seen)
     assert ours.take(0, 1).scales == pytest.approx((1.3, 1.3), rel=1e-6)
+
+
+def test_a_time_that_was_spent_waiting_teaches_nothing():
+    """Without a time of its own a micro-batch moves the curves, and leaves the predictor where it was."""
+    ours, fresh = planner(), planner()
+    showed = what_a_step_showed(ours.take(0, 0), ours)
+    ours.observe([dataclasses.replace(seen, total_ms=None) for seen in showed])
+    assert ours.predictor == fresh.predictor and ours.curves.state_dict() != fresh.curves.state_dict()
+    ours.observe(showed * 8)
+    assert ours.predictor != fresh.predictor

@@ -681,6 +681,7 @@ def test_refuses_other_arguments(tmp_path):
         ({"train_sampling_strategy": "group_by_length"}, "--train_sampling_strategy.*--batching"),
         ({"train_sampling_strategy": "batch_rebalance"}, "--train_sampling_strategy.*--batching"),
         ({"ignore_data_skip": True}, "--ignore_data_skip"),
+        ({"enable_jit_checkpoint": True}, "--enable_jit_checkpoint"),
         ({"auto_find_batch_size": True}, "--auto_find_batch_size"),
         ({"average_tokens_across_devices": False}, "--average_tokens_across_devices"),
         ({"accelerator_config": {"split_batches": True}}, "split_batches"),

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from hf_sparsebalance import runlog
 from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME
-from hf_sparsebalance.callback import read_state
+from hf_sparsebalance.checkpoints import checkpoint_folder, read_state
 from hf_sparsebalance.cli.models import load_config, load_model, load_tokenizer
 from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
 from hf_sparsebalance.distributed import check_world, rank_and_world
@@ -29,7 +29,8 @@ from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.heldout import heldout_loss
 from hf_sparsebalance.planner import Planner
 from hf_sparsebalance.profiling import device_name
-from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner, checkpoint_folder
+from hf_sparsebalance.topology import Topology, topology_of
+from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner
 from hf_sparsebalance.version import __version__
 
 DTYPES = ("float32", "bfloat16", "float16", "auto")
@@ -178,7 +179,8 @@ def _planner(model_args: ModelArguments, args: SparseBalanceArguments, train_set
     config._attn_implementation = model_args.attn_implementation
     if model_args.dtype != "auto":
         config.dtype = getattr(torch, model_args.dtype)
-    return build_planner(config, args, check_lengths(train_set), args.train_batch_size)
+    rank, world = rank_and_world()
+    return build_planner(config, args, check_lengths(train_set), args.train_batch_size, Topology(world, rank))
 
 
 def _load(
@@ -210,7 +212,7 @@ def _run_fields(
         "base_top_k": config.sparse_attention["top_k"] if sparse else None,
         "tolerance": args.tolerance if args.tolerance > 0 else None,
         "anchor": anchor,
-        "scope": args.scope if args.tolerance > 0 else None,
+        "scope": topology_of(trainer.model, trainer.accelerator).scope(args.scope) if args.tolerance > 0 else None,
         "documents": num_documents,
         "heldout_loss_before": before,
         "heldout_loss_after": after,

@@ -1,7 +1,12 @@
 """Runs whose ranks do not agree: each must be refused, on both ranks."""
 
+import os
+
 import job_setup
 import torch
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from hf_sparsebalance.distributed import check_replicas
 from hf_sparsebalance.errors import UserError
@@ -10,10 +15,11 @@ out = job_setup.out_folder()
 refusals = {}
 
 
-def attempt(name, args, data=None):
+def attempt(name, args, data=None, model=None):
     """Remember the refusal of a run."""
-    model = job_setup.build_model()
-    args.profile = args.profile or job_setup.write_profile(out / f"profile-{name}-{rank}.json", model, args)
+    model = model or job_setup.build_model()
+    if args.tolerance:
+        args.profile = args.profile or job_setup.write_profile(out / f"profile-{name}-{rank}.json", model, args)
     try:
         job_setup.train(model, args, data)
         refusals[name] = None
@@ -31,6 +37,19 @@ attempt("world", job_setup.arguments(out / "world", num_ranks=3))
 model, args = job_setup.build_model(), job_setup.arguments(out / "profile")
 args.profile = job_setup.write_profile(out / f"profile-profile-{rank}.json", model, args, factor=1.0 + rank)
 attempt("profile", args)
+sharded = job_setup.build_model()
+fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+attempt("sharded", job_setup.arguments(out / "sharded"), model=sharded)
+untuned = {"tolerance": 0.0, "batching": "random"}
+model = job_setup.build_model()
+model.config.rms_norm_eps *= 1.0 + rank
+attempt("model", job_setup.arguments(out / "model", **untuned), model=model)
+version = transformers.__version__
+transformers.__version__ = f"{version}+{rank}"
+attempt("versions", job_setup.arguments(out / "versions", **untuned))
+transformers.__version__ = version
+os.environ["ACCELERATE_USE_FSDP"] = "true"
+attempt("fsdp", job_setup.arguments(out / "fsdp"))
 try:
     check_replicas([torch.nn.Parameter(torch.full((3,), float(rank)))])
     refusals["replicas"] = None

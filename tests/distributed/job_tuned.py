@@ -41,9 +41,10 @@ trainer, recorder = job_setup.train(job_setup.build_model(), args)
 job_setup.report("top_k", budgets=recorder.budgets, parameters=recorder.parameters[-1], state=planners[1].state_dict())
 
 torch.manual_seed(1)
-adapters = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+# As in the SparseBalance paper (arXiv 2604.13847).
+adapters = LoraConfig(r=32, lora_alpha=64, lora_dropout=0.05, target_modules="all-linear", task_type="CAUSAL_LM")
 adapted = get_peft_model(job_setup.build_model(), adapters)
-args = job_setup.arguments(out / "lora", learning_rate=0.5, gradient_checkpointing=False)
+args = job_setup.arguments(out / "lora", learning_rate=0.5, save_strategy="epoch")
 args.profile = job_setup.write_profile(out / f"profile-of-rank-{rank}.json", adapted, args)
 trainer, recorder = job_setup.train(adapted, args)
 trainer.save_model()

@@ -1,8 +1,6 @@
 """Two ranks on the CPU (gloo), started by accelerate launch as a user would."""
 
 import json
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,44 +9,13 @@ import job_setup
 import pytest
 import tiny_run
 import torch
+from launching import ENVIRONMENT, TIMEOUT_S, launch, results
 from peft import PeftModel
 
 from hf_sparsebalance.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-TIMEOUT_S = 180
 pytestmark = pytest.mark.slow
-
-
-ENVIRONMENT = {
-    **os.environ,
-    "ACCELERATE_USE_CPU": "true",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests"))),
-    "CUDA_VISIBLE_DEVICES": "",
-}
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return server.getsockname()[1]
-
-
-def launch(job, out, processes=2):
-    """Run a job; returns the completed process."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
-    command += ["--num_processes", str(processes), "--main_process_port", str(free_port()), "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(HERE / job), str(out)]
-    return subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
-
-
-def results(out, name):
-    """What both ranks reported; checks that there were two that knew each other."""
-    reports = [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(report["rank"], report["world"]) for report in reports] == [(0, 2), (1, 2)]
-    return reports
 
 
 def log_of(folder):
@@ -58,7 +25,7 @@ def log_of(folder):
 def finished(job, tmp_path_factory):
     """Folder of a job that ran to its end."""
     out = tmp_path_factory.mktemp("job")
-    done = launch(job, out)
+    done = launch(HERE / job, out)
     assert done.returncode == 0, done.stderr[-3000:]
     return out
 
@@ -143,22 +110,26 @@ def test_the_log_tells_both_ranks(tuned):
 
 
 def test_lora_trains_on_two_ranks(tuned):
-    """Adapters move, alike on both ranks, and the saved ones give the trained model's logits on the base model."""
+    """Adapters move, alike on both ranks; the saved ones give the trained model's logits on the base model, beside it
+    or merged into it.
+    """
     first, second = results(tuned, "lora")
     assert first["parameters"] == second["parameters"]
     assert first["parameters"][0] != first["parameters"][-1]
     folder = tuned / "lora"
-    assert (folder / "adapter_config.json").exists() and not (folder / "model.safetensors").exists()
+    for saved in (folder, folder / "checkpoint-3"):
+        assert (saved / "adapter_model.safetensors").exists() and not (saved / "model.safetensors").exists()
     base = job_setup.build_model()
     base.config.sparse_attention = {"block_size": tiny_run.BLOCK, "top_p": tiny_run.BASE_TOP_P}
     loaded = PeftModel.from_pretrained(base, folder).eval()
+    ids, expected = torch.tensor([job_setup.documents()[0]]), torch.tensor(first["logits"])
     with torch.no_grad():
-        found = loaded(input_ids=torch.tensor([job_setup.documents()[0]])).logits
-    expected = torch.tensor(first["logits"])
-    # The same fp32 computation, with another number of threads: sums of 48 products at most, in a dozen layers.
-    assert float((found - expected).abs().max()) <= 12 * 48 * torch.finfo(torch.float32).eps * float(
-        expected.abs().max()
-    )
+        beside, merged = loaded(input_ids=ids).logits, loaded.merge_and_unload()(input_ids=ids).logits
+    # The same fp32 computation in another order: sums of 48 products at most, in a dozen layers; merging rounds each
+    # weight once more.
+    bound = 12 * 48 * torch.finfo(torch.float32).eps * float(expected.abs().max())
+    assert float((beside - expected).abs().max()) <= bound
+    assert float((merged - expected).abs().max()) <= 2 * bound
 
 
 @pytest.fixture(scope="module")
@@ -228,11 +199,17 @@ def refusals(tmp_path_factory):
         ("options", "different.*options"),
         ("world", "--num_ranks 3"),
         ("profile", "profile"),
+        ("model", "different.*model"),
+        ("versions", "different.*versions"),
         ("replicas", "parameters differ"),
+        ("sharded", "sharded already.*DistributedConfig"),
+        ("fsdp", "FSDP was asked for.*MULTI_CPU"),
     ],
 )
 def test_ranks_that_disagree_are_refused(refusals, name, match):
-    """Different data, options, profiles, or another number of ranks end in a clear error on both ranks."""
+    """Different data, options, profiles, models or versions, another number of ranks, or sharding that the Trainer
+    does not see end in a clear error on both ranks.
+    """
     for refusal in refusals:
         with pytest.raises(UserError, match=match):
             if refusal[name] is not None:

@@ -13,6 +13,7 @@ import planning_profiles
 import tiny_run
 import torch
 from tiny_run import BLOCK, config_of
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, TrainerCallback
 
 from hf_sparsebalance.distributed import rank_and_world
@@ -62,6 +63,8 @@ class Recorder(TrainerCallback):
         return self.collator(rows)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
+        if any(isinstance(p, DTensor) for p in model.parameters()):
+            return
         trained = [p for p in model.parameters() if p.requires_grad]
         self.parameters.append(torch.cat([p.detach().flatten().double() for p in trained]).tolist())
 
@@ -76,22 +79,22 @@ class Trainer(SparseBalanceTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
 
-def train(model, args, data=None, evaluate_first=False):
+def train(model, args, data=None, evaluate_first=False, trainer_class=Trainer, callbacks=(), resume=False):
     """(trainer, recorder) after a run."""
     recorder = Recorder()
-    trainer = Trainer(
+    trainer = trainer_class(
         model=model,
         args=args,
         train_dataset=datasets.Dataset.from_dict({"input_ids": data or documents()}),
         eval_dataset=datasets.Dataset.from_dict({"input_ids": documents()[:4]}),
         data_collator=recorder,
-        callbacks=[recorder],
+        callbacks=[recorder, *callbacks],
     )
     trainer.budgets = recorder.budgets
     if evaluate_first:
         trainer.evaluate()
         recorder.micro_batches.clear()
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer, recorder
 
 

@@ -88,8 +88,8 @@ def make_stages(
     """Reduce a causal language model to what one rank holds, in place, and return the rank's stages.
 
     What other ranks hold is replaced by empty modules, so that its memory is freed and the names of what is left stay
-    those of the whole model.  A rank that holds the last stage but not the first keeps the vocabulary head, tied to the
-    embedding or not: the copies stay equal as long as their gradients are summed before the optimizer's step.
+    those of the whole model.  Where the vocabulary head is tied to the embedding, the last rank keeps it under its own
+    name: the two copies stay equal as long as their gradients are summed before the optimizer's step.
 
     Args:
         model: of the Llama family in transformers' layout (``model.embed_tokens``, ``layers``, ``norm``,
@@ -100,7 +100,8 @@ def make_stages(
         autocast: dtype of mixed precision, or None.
 
     Raises:
-        UserError: the model has another layout, or the cuts do not fit it.
+        UserError: the model has another layout.
+        ValueError: the cuts do not fit the model.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = getattr(base, "model", None)
@@ -111,7 +112,7 @@ def make_stages(
             "Mistral in transformers; use data parallelism"
         )
     if [layer for cut in cuts for layer in cut] != list(range(len(decoder.layers))):
-        raise UserError(f"--pipeline_parallel_size: stages {list(cuts)} do not fit {len(decoder.layers)} layers")
+        raise ValueError(f"stages {list(cuts)} do not fit {len(decoder.layers)} layers")
     first, last = 0 in stages, len(cuts) - 1 in stages
     # One rank with both ends has one weight for both.
     tied = base.lm_head.weight is decoder.embed_tokens.weight and not (first and last)

@@ -93,7 +93,7 @@ def cut_layers(times: ModelTimes, num_stages: int) -> tuple[range, ...]:
     num_layers = len(times.layer_ms)
     if not 1 <= num_stages <= num_layers:
         raise UserError(
-            f"--pipeline_parallel_size: {num_stages} stages (interleaved and zero-bubble schedules have two per rank), "
+            f"--pipeline_parallel_size: {num_stages} stages (interleaved and zero-bubble schedules have two per rank) "
             f"but the model has {num_layers} layers: use fewer ranks, or --pipeline_schedule 1f1b"
         )
     cost = list(times.layer_ms)

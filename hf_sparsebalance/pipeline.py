@@ -135,12 +135,12 @@ class Pipeline:
         After ``sum_tied_gradients``; a tied weight counts once.
 
         Returns:
-            0-d: the norm before.
+            float64, 0-d: the norm before.
         """
         # By identity: two stages of one rank may share a tied weight.
         own = {p: stage for stage in self._stages for p in stage.submod.parameters() if p.grad is not None}
         counted = [p.grad for p, stage in own.items() if stage.is_first or p is not stage.submod.tied_weight]
-        square = torch.nn.utils.get_total_norm(counted).to(self._device) ** 2
+        square = torch.nn.utils.get_total_norm(counted).to(self._device, torch.float64) ** 2
         dist.all_reduce(square, group=self._group)
         norm = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(list(own), max_norm, norm)

@@ -60,7 +60,7 @@ def test_more_stages_than_layers_are_refused(num_stages):
 
 
 def test_times_come_from_the_profile():
-    """Attention is the profile's formula, per layer dense or not; the rest is shared out by weights, to the last ms."""
+    """Attention is the profile's formula, per layer dense or not; the rest is shared out by weights."""
     profile = planning_profiles.profile()
     profile = dataclasses.replace(profile, context=dataclasses.replace(profile.context, num_dense_layers=1))
     predictor = LatencyPredictor(profile)

@@ -116,7 +116,7 @@ class Pipeline:
         """
         for stage in self._stages:
             weight = stage.submod.tied_weight
-            if weight is None:
+            if weight is None or not weight.requires_grad:
                 continue
             mine = weight.grad if weight.grad is not None else torch.zeros_like(weight)
             theirs = torch.empty_like(mine)
@@ -145,6 +145,38 @@ class Pipeline:
         norm = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(list(own), max_norm, norm)
         return norm
+
+    def gather_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """The whole model's state dict from those of the ranks; collective.
+
+        Args:
+            state_dict: of this rank's model, or only its adapters'.
+
+        Returns:
+            On the first rank, every tensor under its name, on the CPU, without the copy of a tied weight; else None.
+        """
+        copies = {
+            stage.submod.tied_weight.data_ptr()
+            for stage in self._stages
+            if stage.is_last and stage.submod.tied_weight is not None
+        }
+        own = {name: tensor.detach() for name, tensor in state_dict.items() if tensor.data_ptr() not in copies}
+        first = dist.get_global_rank(self._group, 0)
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+        if dist.get_rank(self._group):
+            dist.gather_object(shapes, dst=first, group=self._group)
+            for tensor in own.values():
+                dist.send(tensor.to(self._device).contiguous(), first, group=self._group)
+            return None
+        gathered: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.gather_object(shapes, gathered, dst=first, group=self._group)
+        whole = {name: tensor.cpu() for name, tensor in own.items()}
+        for rank, theirs in enumerate(gathered[1:], start=1):
+            for name, (shape, dtype) in theirs.items():
+                received = torch.empty(shape, dtype=dtype, device=self._device)
+                dist.recv(received, dist.get_global_rank(self._group, rank), group=self._group)
+                whole[name] = received.cpu()
+        return whole
 
     def _run(self, micro_batches: Sequence[Mapping[str, Any]], has_backward: bool) -> torch.Tensor:
         count = len(micro_batches)
@@ -229,7 +261,9 @@ class _Stage(_PipelineStageBase):  # type: ignore[misc]
             return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
 
     def forward_maybe_with_nosync(self, *args: torch.Tensor) -> torch.Tensor:
-        return self.submod(self._micro_batches[self._running], *args)
+        output = self.submod(self._micro_batches[self._running], *args)
+        # A first stage may have nothing to train; the second sends gradients all the same.
+        return output if output.requires_grad else output.requires_grad_(self.has_backward)
 
     def backward_one_chunk(
         self,

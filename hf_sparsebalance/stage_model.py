@@ -24,8 +24,6 @@ class StageModule(nn.Module):
         stage, num_stages: which of how many.
         layers: numbers of its layers in the whole model.
         hidden_size, dtype: of the hidden states between stages.
-        tied_weight: on the first or the last stage, the trainable weight of which another rank holds a copy, because
-            the vocabulary head is tied to the embedding; otherwise None.
     """
 
     def __init__(
@@ -34,7 +32,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.stage, self.num_stages, self.layers = stage, len(cuts), cuts[stage]
         self.hidden_size, self.dtype = model.config.hidden_size, model.dtype
-        self._autocast = autocast
+        self._autocast, self._tied = autocast, tied
         first, last = stage == 0, stage == len(cuts) - 1
         decoder = _view(model.model)
         decoder.layers = nn.ModuleList(decoder.layers[layer] for layer in self.layers)
@@ -50,13 +48,23 @@ class StageModule(nn.Module):
         self.model = _view(model) if last else decoder
         if last:
             self.model.model = decoder
-        weight = model.model.embed_tokens.weight if first else model.lm_head.weight if last else None
-        self.tied_weight = weight if tied and weight is not None and weight.requires_grad else None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes tokens."""
+        return self.stage == 0
 
     @property
     def is_last(self) -> bool:
         """Whether it computes the loss."""
         return self.stage == self.num_stages - 1
+
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """Of the first and the last stage, a weight of which another rank holds a copy: head tied to embedding."""
+        if not (self._tied and (self.is_first or self.is_last)):
+            return None
+        return self.model.embed_tokens.weight if self.is_first else self.model.lm_head.weight
 
     def forward(self, micro_batch: Mapping[str, Any], hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the stage.

@@ -127,7 +127,7 @@ def test_mixed_precision_covers_the_stage():
 
 
 def test_weights_are_counted_by_hand():
-    """Matrices of a layer: queries and output, keys and values, three of the MLP; the head's is vocabulary by width."""
+    """A layer has matrices for queries and output, keys and values, and three in the MLP; the head has one."""
     layer = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
     assert weight_entries(build_model()) == ([layer] * 5, tiny_run.VOCAB * 32)
 

@@ -48,6 +48,7 @@ def train(variant, schedule):
         seen["stats"].append([micro_batch["sparse_stats"].vectors for micro_batch in own])
         seen["operations"].append([(each.kind, each.stage, each.micro_batch) for each in pipeline.operations()])
         optimizer.step()
+    seen["checkpoint"] = pipeline.gather_state_dict(model.state_dict())
     return seen | {"parameters": {name: p.detach() for name, p in model.named_parameters()}}
 
 

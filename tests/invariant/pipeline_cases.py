@@ -17,7 +17,8 @@ VARIANTS = {
     "plain": {},
     "checkpointed": {"checkpointing": True},
     "tied": {"tied": True},
-    "lora": {"lora": True, "tied": True, "checkpointing": True},
+    "lora": {"lora": range(NUM_LAYERS), "tied": True, "checkpointing": True},
+    "lora_above": {"lora": [NUM_LAYERS - 1]},
 }
 LEARNING_RATE = 0.05
 
@@ -31,8 +32,10 @@ def build_model(variant, dtype=torch.float32):
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sparsebalance").to(dtype)
     if settings.get("checkpointing"):
         model.activation_checkpointing_enable()
-    if settings.get("lora"):
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    if "lora" in settings:
+        layers = list(settings["lora"])
+        lora = LoraConfig(r=4, target_modules="all-linear", layers_to_transform=layers, init_lora_weights=False)
+        model = get_peft_model(model, lora)
     return model
 
 

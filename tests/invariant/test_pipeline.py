@@ -15,7 +15,7 @@ from hf_sparsebalance.torch_schedules import SCHEDULES, operation_order, worker_
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 TIMEOUT_S = 240
-EXACT = ("plain", "checkpointed", "lora")
+EXACT = ("plain", "checkpointed", "lora", "lora_above")
 PARALLEL = ("1f1b", "zbvzerobubble")
 pytestmark = pytest.mark.slow
 
@@ -45,9 +45,9 @@ def parallel_ranks(tmp_path_factory):
     return launch(tmp_path_factory.mktemp("parallel"), 4, PARALLEL, ("plain", "tied"))
 
 
-def whole_name(name, tied):
+def whole_name(name, variant):
     """Name in the whole model: a tied head's weight has the embedding's."""
-    return name.replace("lm_head", "model.embed_tokens") if tied and "lora" not in name else name
+    return name.replace("lm_head", "model.embed_tokens") if "tied" in cases.VARIANTS[variant] else name
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -64,7 +64,7 @@ def test_a_pipeline_trains_as_one_process(ranks, schedule, variant):
             for name, gradient in report["gradients"][step].items():
                 assert torch.equal(gradient, gradients[step][name]), name
         for name, value in report["parameters"].items():
-            assert torch.equal(value, parameters[whole_name(name, variant == "lora")]), name
+            assert torch.equal(value, parameters[whole_name(name, variant)]), name
         found |= set(report["gradients"][0])
     assert found == set(gradients[0])
 
@@ -76,7 +76,7 @@ def check_within_rounding(report, variant, num_pipelines, data_rank):
         allowed = 8 * torch.finfo(torch.float32).eps * float(losses.abs().max())
         assert float((losses - exact[0][step][data_rank]).abs().max()) <= allowed
         for name, gradient in report["gradients"][step].items():
-            name = whole_name(name, variant == "tied")
+            name = whole_name(name, variant)
             wanted = exact[1][step][name]
             rounding = max(float((single[1][step][n] - exact[1][step][n]).abs().max()) for n in exact[1][step])
             assert float((gradient - wanted).abs().max()) <= 4 * rounding, name
@@ -133,6 +133,21 @@ def test_no_rank_keeps_what_another_has(ranks, schedule):
     """The ranks' parameters are the whole model's, each on one rank, under the whole model's names."""
     names = [name for rank in ranks for name in rank[schedule, "plain"]["parameters"]]
     assert sorted(names) == sorted(name for name, _ in cases.build_model("plain").named_parameters())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("variant", cases.VARIANTS)
+def test_the_gathered_checkpoint_is_the_whole_models(ranks, schedule, variant):
+    """The first rank gets every tensor of the whole model once, under its name, with the value it has on its rank."""
+    whole = cases.build_model(variant)
+    wanted = whole.state_dict()
+    if "tied" in cases.VARIANTS[variant]:
+        wanted = {name: value for name, value in wanted.items() if not name.endswith("lm_head.weight")}
+    first, second = (rank[schedule, variant] for rank in ranks)
+    assert second["checkpoint"] is None
+    assert first["checkpoint"].keys() == wanted.keys()
+    for name, value in (second["parameters"] | first["parameters"]).items():
+        assert torch.equal(first["checkpoint"].get(name, value), value), name
 
 
 @pytest.mark.parametrize("schedule", PARALLEL)

@@ -31,7 +31,7 @@ def build_model(variant, dtype=torch.float32):
     config.sparse_attention = {"block_size": tiny_run.BLOCK}
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sparsebalance").to(dtype)
     if settings.get("checkpointing"):
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     if "lora" in settings:
         layers = list(settings["lora"])
         lora = LoraConfig(r=4, target_modules="all-linear", layers_to_transform=layers, init_lora_weights=False)

@@ -6,9 +6,9 @@ the optimizer, PEFT and activation checkpointing work on that.  Its stages are v
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ class StageModule(nn.Module):
         self.stage, self.num_stages, self.layers = stage, len(cuts), cuts[stage]
         self.hidden_size, self.dtype = model.config.hidden_size, model.dtype
         self._autocast, self._tied = autocast, tied
-        first, last = stage == 0, stage == len(cuts) - 1
         decoder = _view(model.model)
         decoder.layers = nn.ModuleList(decoder.layers[layer] for layer in self.layers)
         # transformers reads from the configuration how many layers there are, and of which type.
@@ -41,12 +40,12 @@ class StageModule(nn.Module):
         decoder.config.num_hidden_layers = len(self.layers)
         if types := getattr(decoder.config, "layer_types", None):
             decoder.config.layer_types = [types[layer] for layer in self.layers]
-        if not first:
+        if not self.is_first:
             decoder.embed_tokens = nn.Identity()
-        if not last:
+        if not self.is_last:
             decoder.norm = nn.Identity()
-        self.model = _view(model) if last else decoder
-        if last:
+        self.model = _view(model) if self.is_last else decoder
+        if self.is_last:
             self.model.model = decoder
 
     @property
@@ -81,9 +80,8 @@ class StageModule(nn.Module):
         inputs = {**micro_batch, "use_cache": False}
         input_ids, labels = inputs.pop("input_ids"), inputs.pop("labels", None)
         inputs |= {"input_ids": input_ids} if hidden is None else {"inputs_embeds": hidden}
-        precision = (
-            torch.autocast(input_ids.device.type, self._autocast) if self._autocast else contextlib.nullcontext()
-        )
+        # Without a dtype of its own it leaves precision to the caller.
+        precision = nullcontext() if self._autocast is None else torch.autocast(input_ids.device.type, self._autocast)
         with precision:
             if self.is_last:
                 return self.model(labels=labels, **inputs).loss

@@ -18,7 +18,7 @@ VARIANTS = {
     "checkpointed": {"checkpointing": True},
     "tied": {"tied": True},
     "lora": {"lora": range(NUM_LAYERS), "tied": True, "checkpointing": True},
-    "lora_above": {"lora": [NUM_LAYERS - 1]},
+    "lora_above": {"lora": range(2, NUM_LAYERS)},
 }
 LEARNING_RATE = 0.05
 
@@ -33,9 +33,8 @@ def build_model(variant, dtype=torch.float32):
     if settings.get("checkpointing"):
         model.gradient_checkpointing_enable()
     if "lora" in settings:
-        layers = list(settings["lora"])
-        lora = LoraConfig(r=4, target_modules="all-linear", layers_to_transform=layers, init_lora_weights=False)
-        model = get_peft_model(model, lora)
+        adapted = {"layers_to_transform": list(settings["lora"]), "target_modules": ["q_proj", "v_proj", "down_proj"]}
+        model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **adapted))
     return model
 
 

@@ -14,7 +14,7 @@ from hf_sparsebalance.torch_schedules import SCHEDULES, operation_order, worker_
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
-TIMEOUT_S = 240
+TIMEOUT_S = 600
 EXACT = ("plain", "checkpointed", "lora", "lora_above")
 PARALLEL = ("1f1b", "zbvzerobubble")
 pytestmark = pytest.mark.slow

@@ -153,14 +153,14 @@ class Pipeline:
             state_dict: of this rank's model, or only its adapters'.
 
         Returns:
-            On the first rank, every tensor under its name, on the CPU, without the copy of a tied weight; else None.
+            On the first rank, every tensor once, on the CPU, a tied weight under the embedding's name; else None.
         """
-        copies = {
-            stage.submod.tied_weight.data_ptr()
-            for stage in self._stages
-            if stage.is_last and stage.submod.tied_weight is not None
-        }
-        own = {name: tensor.detach() for name, tensor in state_dict.items() if tensor.data_ptr() not in copies}
+        tied = [stage.submod.tied_weight for stage in self._stages if stage.is_last]
+        seen, own = {weight.data_ptr() for weight in tied if weight is not None}, {}
+        for name, tensor in state_dict.items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                own[name] = tensor.detach()
         first = dist.get_global_rank(self._group, 0)
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
         if dist.get_rank(self._group):

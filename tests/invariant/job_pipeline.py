@@ -30,7 +30,7 @@ def build(variant, schedule):
 
 
 def train(variant, schedule):
-    """What one_process.train_in_one_process returns, of this rank's stages, and the order of operations."""
+    """What train_in_one_process returns, of this rank's stages, and the order of operations."""
     model, pipeline = build(variant, schedule)
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=cases.LEARNING_RATE)

@@ -1,4 +1,4 @@
-"""Talking between ranks; no other module imports torch.distributed, but for the tables that torch_schedules reads.
+"""Talking between ranks, but for what passes between pipeline stages (pipeline.py).
 
 Without a process group there is one rank.
 """
@@ -11,10 +11,12 @@ import json
 import os
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hf_sparsebalance.errors import UserError
@@ -60,6 +62,51 @@ def barrier() -> None:
     """Wait until every rank has come here."""
     if rank_and_world()[1] > 1:
         dist.barrier()
+
+
+@dataclass(frozen=True)
+class PipelineGroups:
+    """Where this rank stands in pipelines that train side by side.
+
+    Attributes:
+        pipeline: the ranks of its pipeline, in order of the stages.
+        data: the ranks that hold the same stages, one per pipeline.
+        pipeline_rank, data_rank: its place in each.
+        data_size: number of pipelines.
+    """
+
+    pipeline: dist.ProcessGroup
+    data: dist.ProcessGroup
+    pipeline_rank: int
+    data_rank: int
+    data_size: int
+
+
+def pipeline_groups(pipeline_size: int, device: torch.device) -> PipelineGroups:
+    """Split all ranks into pipelines of ``pipeline_size``; collective.
+
+    Ranks that hold the same stages are neighbours, as their gradients are most of what is sent.
+
+    Raises:
+        UserError: the number of ranks is no multiple of ``pipeline_size``.
+    """
+    world = rank_and_world()[1]
+    if pipeline_size < 2 or world % pipeline_size:
+        raise UserError(
+            f"--pipeline_parallel_size {pipeline_size} must be at least 2 and divide the number of ranks, which is "
+            f"{world}: launch a multiple of it"
+        )
+    data_size = world // pipeline_size
+    mesh = init_device_mesh(device.type, (pipeline_size, data_size), mesh_dim_names=("pipeline", "data"))
+    pipeline_rank, data_rank = mesh.get_coordinate()
+    return PipelineGroups(mesh.get_group("pipeline"), mesh.get_group("data"), pipeline_rank, data_rank, data_size)
+
+
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its sum over the group's ranks, which hold the same parameters; collective."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
+        work.wait()
 
 
 def gather_rows(rows: torch.Tensor) -> torch.Tensor:

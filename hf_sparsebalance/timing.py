@@ -92,6 +92,85 @@ class MicroBatchClock:
             self._last_gradient = self._now(self._last_gradient)
 
 
+@dataclass(frozen=True, slots=True)
+class OperationTime:
+    """One operation of a pipeline stage, in milliseconds after the step's start, without the waiting.
+
+    Attributes:
+        kind: forward F, backward B, or a backward in two parts: I (of the input) and W (of the weights).
+        stage, micro_batch: what it worked on.
+        start_ms, end_ms: when.
+    """
+
+    kind: str
+    stage: int
+    micro_batch: int
+    start_ms: float
+    end_ms: float
+
+
+class OperationClock:
+    """Times the operations of one rank's pipeline stages.
+
+    Args:
+        device: where the model runs; CUDA is timed by events, anything else by the host's clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = device.type == "cuda"
+        self._step: Mark | None = None
+        self._operations: list[tuple[str, int, int, Mark, Mark]] = []
+
+    def start_step(self) -> None:
+        """The step begins here; forgets the one before."""
+        self._operations = []
+        self._step = _now(self._events)
+
+    @contextlib.contextmanager
+    def operation(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
+        """Around the work of one operation, where nothing is waited for."""
+        start = _now(self._events)
+        yield
+        self._operations.append((kind, stage, micro_batch, start, _now(self._events)))
+
+    def times(self) -> list[OperationTime]:
+        """The step's operations so far, in the order they ran; waits for the device."""
+        assert self._step is not None
+        if self._events:
+            torch.cuda.synchronize()
+        return [
+            OperationTime(kind, stage, micro_batch, _between(self._step, start), _between(self._step, end))
+            for kind, stage, micro_batch, start, end in self._operations
+        ]
+
+
+def micro_batch_times(operations: Iterable[OperationTime]) -> list[MicroBatchTime]:
+    """What each micro-batch cost a rank, all its stages together, from the rank's operations; in order of number."""
+    own: dict[int, list[OperationTime]] = {}
+    for operation in operations:
+        own.setdefault(operation.micro_batch, []).append(operation)
+
+    def spent(operations: Iterable[OperationTime]) -> float:
+        return sum(each.end_ms - each.start_ms for each in operations)
+
+    return [
+        MicroBatchTime(
+            start_ms=min(each.start_ms for each in own[number]),
+            forward_ms=spent(each for each in own[number] if each.kind == "F"),
+            backward_ms=spent(each for each in own[number] if each.kind != "F"),
+        )
+        for number in sorted(own)
+    ]
+
+
+def _now(events: bool) -> Mark:
+    if not events:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def _between(start: Mark, end: Mark) -> float:
     if isinstance(start, torch.cuda.Event):
         assert isinstance(end, torch.cuda.Event)

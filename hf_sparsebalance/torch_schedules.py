@@ -1,7 +1,7 @@
 """Order of operations of torch's pipeline schedules, read from torch's own tables.
 
-Beside `distributed.py` this is the one module that imports from torch.distributed: the tables are private
-there (present in torch 2.11 to 2.13), and the pure modules that use them get plain data. Nothing is communicated.
+The tables are private in torch.distributed (present in torch 2.11 to 2.13), so they are read here alone, and the pure
+modules that use them get plain data. Nothing is communicated; `pipeline.py` runs the schedules.
 """
 
 from __future__ import annotations
@@ -9,10 +9,19 @@ from __future__ import annotations
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.pipeline_schedule import Operation, PipelineOrder
 
-__all__ = ["SCHEDULES", "operation_order"]
+__all__ = ["SCHEDULES", "operation_order", "worker_stages"]
 
 # torch's names; the last three give each worker two stages, the last two split the backward.
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble")
+
+
+def worker_stages(schedule: str, num_workers: int) -> tuple[tuple[int, ...], ...]:
+    """Stages of each worker, rising.  Two per worker: in a loop (0, 1, 0, 1), or for ZBV in a V (0, 1, 1, 0)."""
+    if schedule in ("gpipe", "1f1b"):
+        return tuple((worker,) for worker in range(num_workers))
+    if schedule == "zbvzerobubble":
+        return tuple((worker, 2 * num_workers - 1 - worker) for worker in range(num_workers))
+    return tuple((worker, num_workers + worker) for worker in range(num_workers))
 
 
 def operation_order(schedule: str, num_workers: int, num_micro_batches: int) -> PipelineOrder:

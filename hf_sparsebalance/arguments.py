@@ -14,6 +14,7 @@ from transformers import TrainingArguments
 
 from hf_sparsebalance.batching import STRATEGIES
 from hf_sparsebalance.errors import UserError
+from hf_sparsebalance.torch_schedules import SCHEDULES
 from hf_sparsebalance.tuning import ANCHORS, SCOPES
 
 
@@ -80,11 +81,25 @@ class SparseBalanceArguments(TrainingArguments):
         metadata={"help": "Latency profile of this device and model, written by `sparsebalance profile`. Needed by "
                           "sparsity_aware and wlb batching and by tuning."},
     )  # fmt: skip
+    rank_speed: str = field(
+        default="equal",
+        metadata={"help": "auto: a rank that takes longer than the others for the same work gets less of it (clusters "
+                          "of unlike machines). equal: all count as alike; a slow one is only reported."},
+    )  # fmt: skip
     refit: bool = field(
         default=True,
         metadata={"help": "Re-fit the predictor's constants from measured times while training. Off, the budgets are "
                           "reproducible to the bit."},
     )  # fmt: skip
+    pipeline_parallel_size: int = field(
+        default=1,
+        metadata={"help": "Processes of a pipeline, each with some of the layers; all processes together make "
+                          "pipelines of this size, which are the data-parallel ranks. 1: no pipelines."},
+    )  # fmt: skip
+    pipeline_schedule: str = field(
+        default="1f1b",
+        metadata={"help": f"Order of a pipeline's operations, as torch has it: {', '.join(SCHEDULES)}."},
+    )
     num_ranks: int | None = field(
         default=None,
         metadata={"help": "Refuse to start unless exactly so many ranks have found each other."},
@@ -106,6 +121,8 @@ class SparseBalanceArguments(TrainingArguments):
         super().__post_init__()
         self._check_ranges()
         self._check_inherited()
+        if self.pipeline_parallel_size > 1:
+            self._check_pipeline()
 
     def anchor_for(self, top_k: int | None) -> str:
         """The anchor given, or the best that the budget allows: `optimal` needs a top_p."""
@@ -129,6 +146,8 @@ class SparseBalanceArguments(TrainingArguments):
             ("anchor", self.anchor or ANCHORS[0], ANCHORS),
             ("scope", self.scope, ("auto", *SCOPES)),
             ("batching", self.batching, STRATEGIES),
+            ("pipeline_schedule", self.pipeline_schedule, SCHEDULES),
+            ("rank_speed", self.rank_speed, ("equal", "auto")),
         ):
             if value not in known:
                 raise UserError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
@@ -138,6 +157,7 @@ class SparseBalanceArguments(TrainingArguments):
             ("window", self.window),
             ("max_tokens", self.max_tokens),
             ("num_ranks", self.num_ranks),
+            ("pipeline_parallel_size", self.pipeline_parallel_size),
             ("gradient_accumulation_steps", self.gradient_accumulation_steps),
             ("per_device_train_batch_size", self.per_device_train_batch_size),
         ):
@@ -145,6 +165,18 @@ class SparseBalanceArguments(TrainingArguments):
                 raise UserError(f"--{name} must be a whole number from 1 up, got {number!r}")
         if min(self.seed, self.data_seed or 0) < 0:
             raise UserError("--seed and --data_seed must not be negative")
+
+    def _check_pipeline(self) -> None:
+        """What is computed from logits, or needs the whole model, cannot be had where no process has either."""
+        for name, given in (
+            ("fp16", self.fp16),
+            ("label_smoothing_factor", self.label_smoothing_factor),
+            ("load_best_model_at_end", self.load_best_model_at_end),
+            ("torch_compile", self.torch_compile),
+            ("neftune_noise_alpha", self.neftune_noise_alpha),
+        ):
+            if given:
+                raise UserError(f"--{name} does not go with --pipeline_parallel_size: leave one of them out")
 
     def _check_inherited(self) -> None:
         if self.train_sampling_strategy != "random":

@@ -8,10 +8,12 @@ Every rank does the same in the same order, so all plan alike.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,15 +24,28 @@ from hf_sparsebalance.density import DensityCurve
 from hf_sparsebalance.distributed import gather_rows, rank_and_world
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import Latency
-from hf_sparsebalance.planner import Measured, Planner, StepPlan
+from hf_sparsebalance.planner import Planner
+from hf_sparsebalance.plans import Measured, StepPlan
 from hf_sparsebalance.schedule import simulate_step
 from hf_sparsebalance.termination import TerminationRequest
-from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.timing import MicroBatchClock, OperationClock
 from hf_sparsebalance.topology import Topology
-from sparsebalance_kernels import CURVE_TOP_P, AttentionStats
+from sparsebalance_kernels import CURVE_TOP_P
 
-# Columns of the row that each rank sends per micro-batch; the density curve follows.
-_COLUMNS = ("start_ms", "forward_ms", "backward_ms", "loss", "top_k", "raised", "density", "work", "coverage")
+# Columns of the row that each process sends per micro-batch; the density curve follows.  From `layers` on they are
+# sums over the layers that the process ran.
+_COLUMNS = (
+    *("start_ms", "forward_ms", "backward_ms", "loss"),
+    *("layers", "gates", "raised", "density", "work", "coverage", "top_k"),
+)
+_SLOW = 1.2  # from this on a rank is reported
+_TIMES = slice(_COLUMNS.index("forward_ms"), _COLUMNS.index("backward_ms") + 1)
+_SUMS = slice(_COLUMNS.index("layers"), None)
+_OF_LAYERS = slice(_COLUMNS.index("density"), _COLUMNS.index("coverage") + 1)
+_OF_GATES = slice(_COLUMNS.index("top_k"), None)
+
+
+logger = logging.getLogger(__name__)
 
 
 class StepBalance:
@@ -49,7 +64,9 @@ class StepBalance:
         leaves: whether any was, as all learned at the end of the last step.
     """
 
-    def __init__(self, planner: Planner, clock: MicroBatchClock, log: Path, sparse: bool, topology: Topology) -> None:
+    def __init__(
+        self, planner: Planner, clock: MicroBatchClock | OperationClock, log: Path, sparse: bool, topology: Topology
+    ) -> None:
         self.planner = planner
         self.clock = clock
         self.sparse = sparse
@@ -71,6 +88,7 @@ class StepBalance:
         self._planning_ms = 0.0
         self._carried_s = 0.0
         self._position = (0, 0)
+        self._reported: set[int] = set()
 
     def forget_after(self, global_step: int) -> None:
         """Drop an earlier run's figures, and the steps that a run resumed at ``global_step`` will do again."""
@@ -155,23 +173,20 @@ class StepBalance:
         # What was planned and learned between the steps is part of the price.
         step_s = time.perf_counter() - self._started_s + self._carried_s
         width = len(_COLUMNS) + len(CURVE_TOP_P)
-        rows = torch.full((len(times) + 1, width), math.nan, dtype=torch.float64)
+        rows = torch.zeros((len(times) + 1, width), dtype=torch.float64)
         rows[-1, :3] = torch.tensor([step_s, self._planning_ms, self.termination.received], dtype=torch.float64)
         for slot, (measured, loss, collector) in enumerate(zip(times, self._losses, self._collectors, strict=True)):
-            rows[slot, :4] = torch.tensor(
-                [measured.start_ms, measured.forward_ms, measured.backward_ms, float(loss)], dtype=torch.float64
-            )
-            stats = collector.mean()
-            if stats is not None:
-                rows[slot, 4:] = self._stats_row(slot, stats, collector)
-            elif self.sparse and not collector.layers:
+            if self.sparse and not collector.vectors:
                 raise UserError(NO_SPARSE_ATTENTION)
-        # The processes of a rank do the same at the same time, each on its own heads: the mean is that over all heads.
-        gathered = gather_rows(rows).unflatten(0, (self._topology.num_ranks, self._topology.tensor_size)).mean(1)
+            head = [measured.start_ms, measured.forward_ms, measured.backward_ms, float(loss)]
+            rows[slot] = torch.cat([torch.tensor(head, dtype=torch.float64), self._sums(slot, collector)])
+        members = self._topology.members(gather_rows(rows))
+        gathered = _join(members, self._topology.tensor_size)
+        stage_ms = members[:, :, :-1, _TIMES].sum(-1) if self._topology.pipeline_size > 1 else None
         self.leaves = bool(gathered[:, -1, 2].any())
         self._check_losses(global_step, gathered[:, :-1, _COLUMNS.index("loss")])
         started = time.perf_counter()
-        self._digest(global_step, gathered)
+        self._digest(global_step, gathered, stage_ms)
         self._carried_s = time.perf_counter() - started
 
     def _check_losses(self, global_step: int, losses: torch.Tensor) -> None:
@@ -184,8 +199,8 @@ class StepBalance:
                 "checkpoint with a smaller --learning_rate"
             )
 
-    def _digest(self, global_step: int, gathered: torch.Tensor) -> None:
-        """Learn from and log ``gathered [ranks, slots + 1, columns]``, the same on every rank."""
+    def _digest(self, global_step: int, gathered: torch.Tensor, stage_ms: torch.Tensor | None) -> None:
+        """Learn from and log ``gathered [ranks, slots + 1, columns]`` and ``stage_ms [ranks, processes, slots]``."""
         epoch, step = self._position
         assert self._plan is not None
         plan, slots = self.planner.batches(epoch), gathered.shape[1] - 1
@@ -196,6 +211,8 @@ class StepBalance:
             rank, slot = divmod(number, slots)
             row = gathered[rank, slot].tolist()
             entry = self._entry(rank, slot, plan.micro_batch(step, rank, slot), expected_ms, row)
+            if stage_ms is not None:
+                entry = replace(entry, stage_ms=tuple(stage_ms[rank, :, slot].tolist()))
             entries.append(entry)
             curve = _curve(row[len(_COLUMNS) :])
             own_ms = entry.busy_ms if self._is_awaited(number, predicted) else None
@@ -217,8 +234,20 @@ class StepBalance:
         if self._writes:
             runlog.append_step(self._log, record)
         self.metrics = _metrics(record, predicted)
+        self._report_slow_ranks(global_step)
         if self._plan.scales is not None:
             self.metrics["attention_scale"], self.metrics["linear_scale"] = self._plan.scales
+
+    def _report_slow_ranks(self, global_step: int) -> None:
+        """Name a rank that has been much slower than the others, once."""
+        for rank, slowness in enumerate(self.planner.speeds.slowness()):
+            if slowness >= _SLOW and rank not in self._reported:
+                self._reported.add(rank)
+                logger.warning(
+                    "rank %d takes %.2f times as long as the others for the same work (step %d): look at its machine, "
+                    "or let it have less with --rank_speed auto",
+                    *(rank, slowness, global_step),
+                )
 
     def _is_awaited(self, number: int, predicted: Sequence[float | None]) -> bool:
         """Whether a micro-batch's measured time is its own.
@@ -248,18 +277,26 @@ class StepBalance:
         """How many layers of micro-batches raised their k; None without a top_k."""
         if self.planner.settings.base_top_k is None:
             return None
-        return int(gathered[:, :-1, _COLUMNS.index("raised")].nansum())
+        return int(gathered[:, :-1, _COLUMNS.index("raised")].sum())
 
-    def _stats_row(self, slot: int, stats: AttentionStats, collector: StatsCollector) -> torch.Tensor:
-        """What follows the times in a micro-batch's row; the curve of a top_k is one of coverage, and stays here."""
-        shares = [stats.density, stats.work, stats.coverage]
-        if self.planner.settings.base_top_k is None:
-            head = torch.tensor([math.nan, math.nan, *shares], dtype=torch.float64)
-            return torch.cat([head, stats.curve])
-        planned = self._budget(self._rank, slot)
-        chosen = [int(k) for k in collector.top_k.values()] or [planned]
-        counts = [sum(chosen) / len(chosen), sum(k > planned for k in chosen)]
-        return torch.tensor([*counts, *shares, *[math.nan] * len(CURVE_TOP_P)], dtype=torch.float64)
+    def _sums(self, slot: int, collector: StatsCollector) -> torch.Tensor:
+        """What a row holds from `layers` on.  The curve of a top_k is one of coverage, and stays here."""
+        layers = collector.layers
+        gated = [stats for stats in layers.values() if stats is not None]
+        dense = len(layers) - len(gated)
+        shares = [sum(getattr(stats, name) for stats in gated) + dense for name in ("density", "work", "coverage")]
+        raised = top_k = 0.0
+        curve = torch.zeros(len(CURVE_TOP_P), dtype=torch.float64)
+        if self.planner.settings.base_top_k is not None:
+            planned = self._budget(self._rank, slot)
+            chosen = [int(k) for k in collector.top_k.values()]
+            raised = sum(k > planned for k in chosen)
+            top_k = sum(chosen) + planned * (len(gated) - len(chosen))
+            curve.fill_(math.nan)
+        elif gated:
+            curve = torch.stack([stats.curve for stats in gated]).sum(0).to(curve)
+        head = [len(layers), len(gated), raised, *shares, top_k]
+        return torch.cat([torch.tensor(head, dtype=torch.float64), curve])
 
     def _entry(
         self,
@@ -269,7 +306,7 @@ class StepBalance:
         predicted_ms: float | None,
         row: Sequence[float],
     ) -> runlog.MicroBatch:
-        start_ms, forward_ms, backward_ms, _, top_k, _, density, work, coverage = row[: len(_COLUMNS)]
+        start_ms, forward_ms, backward_ms, *_, density, work, coverage, top_k = row[: len(_COLUMNS)]
         by_top_p = self.sparse and self.planner.settings.base_top_k is None
         lengths = [self.planner.lengths[sample] for sample in samples]
         return runlog.MicroBatch(
@@ -286,8 +323,28 @@ class StepBalance:
             density=_or_none(density),
             work=_or_none(work),
             coverage=_or_none(coverage),
-            top_k=_or_none(top_k),
+            top_k=None if self.planner.settings.base_top_k is None else _or_none(top_k),
         )
+
+
+def _join(members: torch.Tensor, tensor_size: int) -> torch.Tensor:
+    """What each rank did, ``[ranks, slots + 1, columns]``, from what its processes did, ``[ranks, processes, ...]``.
+
+    A pipeline's processes ran different layers, one after the other: their times add up.  Those of a tensor-parallel
+    rank ran all layers at the same time, each its own heads: their mean counts.
+    """
+    joined = members.mean(1)
+    joined[:, -1] = members[:, :, -1].amax(1)
+    slots = members[:, :, :-1]
+    joined[:, :-1, 0] = slots[..., 0].amin(1)
+    joined[:, :-1, _TIMES] = slots[..., _TIMES].sum(1) / tensor_size
+    joined[:, :-1, _SUMS] = slots[..., _SUMS].sum(1)
+    # Where no layer has a gate there is nothing to tell: 0 / 0.
+    gates = joined[:, :-1, _COLUMNS.index("gates"), None]
+    layers = torch.where(gates > 0.0, joined[:, :-1, _COLUMNS.index("layers"), None], math.nan)
+    joined[:, :-1, _OF_LAYERS] /= layers
+    joined[:, :-1, _OF_GATES] /= gates
+    return joined
 
 
 def _curve(densities: list[float]) -> DensityCurve | None:

@@ -70,6 +70,7 @@ def plan_batches(
     cost_ms: Sequence[float] | None = None,
     least_ms: Sequence[float] | None = None,
     num_stages: int = 1,
+    slowness: Sequence[float] = (),
 ) -> BatchPlan:
     """Plan one epoch.
 
@@ -95,6 +96,8 @@ def plan_batches(
             tuning. Only `sparsity_aware` looks at it.
         num_stages: pipeline stages. Above 1 `sparsity_aware` lets samples of like time meet in a step where a 1F1B
             pipeline is quicker for it, and puts each rank's small micro-batches first and last.
+        slowness: how many times as long as predicted each rank takes; default: all alike. Only `sparsity_aware` looks
+            at it: a slow rank gets less.
 
     Raises:
         UserError: an argument is out of range, fewer samples than one global batch, no (or not one) cost per sample
@@ -109,7 +112,7 @@ def plan_batches(
         costs = _checked_ms("cost_ms", cost_ms, strategy, len(lengths))
     if strategy == "sparsity_aware":
         least = costs if least_ms is None else _checked_ms("least_ms", least_ms, strategy, len(lengths))
-        steps = sparsity_aware(shape, costs, least, window, num_stages)
+        steps = sparsity_aware(shape, costs, least, window, num_stages, slowness)
     elif strategy == "wlb":
         steps = rivals.wlb(shape, costs)
     else:

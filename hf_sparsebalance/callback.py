@@ -8,6 +8,7 @@ from transformers import ProgressCallback, TrainerCallback, TrainerControl, Trai
 from hf_sparsebalance.balance import StepBalance
 from hf_sparsebalance.distributed import check_replicas
 from hf_sparsebalance.sampler import PlanSampler
+from hf_sparsebalance.timing import MicroBatchClock
 
 
 class SparseBalanceCallback(TrainerCallback):
@@ -16,10 +17,14 @@ class SparseBalanceCallback(TrainerCallback):
     Args:
         balance: of the run.
         sampler: whose epoch is set here, because Trainer's own call misses it after a resume.
+        replicas: processes that hold the same parameters; None: all of them.
     """
 
-    def __init__(self, balance: StepBalance, sampler: PlanSampler) -> None:
+    def __init__(
+        self, balance: StepBalance, sampler: PlanSampler, replicas: torch.distributed.ProcessGroup | None
+    ) -> None:
         self.balance = balance
+        self._replicas = replicas
         self.sampler = sampler
         self._parameters: list[torch.nn.Parameter] = []
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -35,7 +40,8 @@ class SparseBalanceCallback(TrainerCallback):
     ) -> None:
         # Only now: wrapping for FSDP has put other parameters in the place of the model's own.
         self._parameters = list(model.parameters())
-        self._handles = self.balance.clock.watch(self._parameters)
+        if isinstance(self.balance.clock, MicroBatchClock):
+            self._handles = self.balance.clock.watch(self._parameters)
         self.balance.forget_after(state.global_step)
 
     def on_train_end(
@@ -57,7 +63,7 @@ class SparseBalanceCallback(TrainerCallback):
     ) -> None:
         self.balance.end(state.global_step)
         if not self._replicas_checked:
-            check_replicas(self._parameters)
+            check_replicas(self._parameters, self._replicas)
             self._replicas_checked = True
         if self.balance.leaves:
             control.should_save = control.should_training_stop = True

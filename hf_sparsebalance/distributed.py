@@ -82,6 +82,21 @@ class PipelineGroups:
     data_size: int
 
 
+def pipelines(pipeline_size: int) -> int:
+    """How many pipelines of ``pipeline_size`` all processes make.
+
+    Raises:
+        UserError: they do not divide into them.
+    """
+    world = rank_and_world()[1]
+    if pipeline_size < 2 or world % pipeline_size:
+        raise UserError(
+            f"--pipeline_parallel_size {pipeline_size} must be at least 2 and divide the number of ranks, which is "
+            f"{world}: launch a multiple of it"
+        )
+    return world // pipeline_size
+
+
 def pipeline_groups(pipeline_size: int, device: torch.device) -> PipelineGroups:
     """Split all ranks into pipelines of ``pipeline_size``; collective.
 
@@ -90,13 +105,7 @@ def pipeline_groups(pipeline_size: int, device: torch.device) -> PipelineGroups:
     Raises:
         UserError: the number of ranks is no multiple of ``pipeline_size``.
     """
-    world = rank_and_world()[1]
-    if pipeline_size < 2 or world % pipeline_size:
-        raise UserError(
-            f"--pipeline_parallel_size {pipeline_size} must be at least 2 and divide the number of ranks, which is "
-            f"{world}: launch a multiple of it"
-        )
-    data_size = world // pipeline_size
+    data_size = pipelines(pipeline_size)
     mesh = init_device_mesh(device.type, (pipeline_size, data_size), mesh_dim_names=("pipeline", "data"))
     pipeline_rank, data_rank = mesh.get_coordinate()
     return PipelineGroups(mesh.get_group("pipeline"), mesh.get_group("data"), pipeline_rank, data_rank, data_size)
@@ -109,14 +118,17 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
         work.wait()
 
 
-def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *shape]`` on CPU, the same bits everywhere."""
+def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *shape]`` on CPU, the same bits everywhere.
+
+    With a group only its ranks take part.
+    """
     _, world = rank_and_world()
     if world == 1:
         return rows[None].cpu()
     device = _device()
-    gathered = [torch.empty_like(rows, device=device) for _ in range(world)]
-    dist.all_gather(gathered, rows.to(device).contiguous())
+    gathered = [torch.empty_like(rows, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, rows.to(device).contiguous(), group=group)
     return torch.stack(gathered).cpu()
 
 
@@ -136,7 +148,7 @@ def check_same(what: str, value: object) -> None:
         raise UserError(f"the ranks hold different {what}: start them all with the same options, files and versions")
 
 
-def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
+def check_replicas(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
     """Refuse to go on where ranks train models of their own; collective.
 
     Data parallelism leaves every rank with the same parameters to the last bit.  Where something kept the model from
@@ -145,15 +157,16 @@ def check_replicas(parameters: Sequence[torch.nn.Parameter]) -> None:
 
     Args:
         parameters: of the model, after an optimizer step.
+        group: ranks that hold the same parameters; default: all.
 
     Raises:
-        UserError: on every rank, where a trainable parameter differs between ranks.
+        UserError: on every rank of the group, where a trainable parameter differs between ranks.
     """
     replicas = [each for each in parameters if each.requires_grad and not isinstance(each, DTensor)]
     if rank_and_world()[1] == 1 or not replicas:
         return
     sums = torch.stack([parameter.detach().sum(dtype=torch.float64) for parameter in replicas])
-    seen = gather_rows(sums)
+    seen = gather_rows(sums, group)
     # A parameter that went NaN did so on every rank, and is another fault.
     if not torch.allclose(seen, seen[:1].expand_as(seen), rtol=0.0, atol=0.0, equal_nan=True):
         raise UserError(

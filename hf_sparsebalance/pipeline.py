@@ -64,7 +64,8 @@ class Pipeline:
     ) -> None:
         if schedule not in SCHEDULES:
             raise UserError(f"--pipeline_schedule must be one of {', '.join(SCHEDULES)}, not {schedule!r}")
-        self._group, self._device, self._schedule = group, device, schedule
+        self.device = device
+        self._group, self._schedule = group, schedule
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         every = worker_stages(schedule, size)
         if tuple(module.stage for module in stages) != every[rank]:
@@ -106,7 +107,7 @@ class Pipeline:
 
     def operations(self) -> list[OperationTime]:
         """When this rank worked on what in the last step, waiting left out."""
-        return self.clock.times()
+        return self.clock.operations()
 
     def sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of their gradients; collective between first and last rank.
@@ -140,7 +141,7 @@ class Pipeline:
         # By identity: two stages of one rank may share a tied weight.
         own = {p: stage for stage in self._stages for p in stage.submod.parameters() if p.grad is not None}
         counted = [p.grad for p, stage in own.items() if stage.is_first or p is not stage.submod.tied_weight]
-        square = torch.nn.utils.get_total_norm(counted).to(self._device, torch.float64) ** 2
+        square = torch.nn.utils.get_total_norm(counted).to(self.device, torch.float64) ** 2
         dist.all_reduce(square, group=self._group)
         norm = square.sqrt()
         torch.nn.utils.clip_grads_with_norm_(list(own), max_norm, norm)
@@ -166,14 +167,14 @@ class Pipeline:
         if dist.get_rank(self._group):
             dist.gather_object(shapes, dst=first, group=self._group)
             for tensor in own.values():
-                dist.send(tensor.to(self._device).contiguous(), first, group=self._group)
+                dist.send(tensor.to(self.device).contiguous(), first, group=self._group)
             return None
         gathered: list[Any] = [None] * dist.get_world_size(self._group)
         dist.gather_object(shapes, gathered, dst=first, group=self._group)
         whole = {name: tensor.cpu() for name, tensor in own.items()}
         for rank, theirs in enumerate(gathered[1:], start=1):
             for name, (shape, dtype) in theirs.items():
-                received = torch.empty(shape, dtype=dtype, device=self._device)
+                received = torch.empty(shape, dtype=dtype, device=self.device)
                 dist.recv(received, dist.get_global_rank(self._group, rank), group=self._group)
                 whole[name] = received.cpu()
         return whole
@@ -186,7 +187,7 @@ class Pipeline:
             stage.submod.train(has_backward)
             stage.start_step(micro_batches, has_backward)
         losses: list[torch.Tensor] = []
-        self.clock.start_step()
+        self.clock.forget()
         try:
             engine._step_microbatches(target_mbs=[None] * count, losses=losses, return_outputs=False)
         except RuntimeError as error:
@@ -197,7 +198,7 @@ class Pipeline:
         for stage in self._stages:
             stage.end_step()
         # Only the last stage's rank has them.
-        summed = torch.stack(losses).float() if losses else torch.empty(count, device=self._device)
+        summed = torch.stack(losses).float() if losses else torch.empty(count, device=self.device)
         dist.broadcast(summed, dist.get_global_rank(self._group, self._ends[1]), group=self._group)
         return summed
 

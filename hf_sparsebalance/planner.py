@@ -12,7 +12,8 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
+from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,9 +23,14 @@ from hf_sparsebalance.batching import COST_STRATEGIES, BatchPlan, plan_batches
 from hf_sparsebalance.density import CurveStore, DensityCurve, share_curve, share_density, top_k_density
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
+from hf_sparsebalance.plans import Measured, PlanSettings, StepPlan
+from hf_sparsebalance.rank_speed import RankSpeeds
 from hf_sparsebalance.tuning import MicroBatch, Tuning, candidate_budgets, tune_sparsity, tune_top_k
 
-_SAME_NAME = ("batching", "seed", "max_tokens", "window", "base_top_p", "base_top_k", "tolerance", "block_size")
+_SAME_NAME = (
+    *("batching", "seed", "max_tokens", "window", "base_top_p", "base_top_k", "tolerance", "block_size"),
+    "rank_speed",
+)
 # What a user calls the things that the order of documents depends on.
 _OPTIONS = {
     "lengths": "--data or --max_length (digest)",
@@ -32,6 +38,7 @@ _OPTIONS = {
     "num_ranks": "num_ranks",
     "num_slots": "--gradient_accumulation_steps",
     "batch_size": "--per_device_train_batch_size",
+    "num_stages": "--pipeline_parallel_size",
     **{name: f"--{name}" for name in _SAME_NAME},
 }
 
@@ -41,97 +48,6 @@ _Documents: TypeAlias = tuple[list[int], list[float], list[bool]]
 # Long enough for a stable fit, short enough to follow a machine that slows down; of many ranks a sample will do.
 STEPS_KEPT = 64
 OBSERVATIONS_PER_STEP = 32
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSettings:
-    """What the plan depends on beside the data.
-
-    Attributes:
-        batching: strategy of :func:`plan_batches`.
-        num_ranks, num_slots: data-parallel ranks, and micro-batches per rank and step.
-        batch_size: documents per micro-batch.
-        seed: seed of the shuffles.
-        window: global batches planned together.
-        max_tokens: most tokens of a micro-batch, or None.
-        base_top_p: budget without tuning, in (0, 1]; None for dense attention, or with base_top_k.
-        tolerance: largest loss of coverage; 0 turns the tuning off.
-        anchor, scope: see :func:`tune_sparsity`.
-        block_size: tokens per attention block.
-        refit: whether measured times move the predictor's constants.
-        base_top_k: budget without tuning, in blocks, the own one included; None for dense attention, or with
-            base_top_p.
-        least_top_k: the smallest k that makes a difference: 1 + what min_blocks or sink_blocks keep in any case.
-    """
-
-    batching: str
-    num_ranks: int
-    num_slots: int
-    batch_size: int
-    seed: int
-    window: int
-    max_tokens: int | None
-    base_top_p: float | None
-    tolerance: float
-    anchor: str
-    scope: str
-    block_size: int
-    refit: bool
-    base_top_k: int | None = None
-    least_top_k: int = 1
-
-    @property
-    def base(self) -> float | None:
-        """The budget without tuning, a p or a k; None for dense attention."""
-        return self.base_top_p if self.base_top_k is None else self.base_top_k
-
-    @property
-    def global_batch(self) -> int:
-        """Documents of one optimizer step."""
-        return self.num_ranks * self.num_slots * self.batch_size
-
-    @property
-    def tunes(self) -> bool:
-        """Whether budgets move at all."""
-        return self.tolerance > 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What one micro-batch showed.
-
-    Attributes:
-        samples: its sample numbers.
-        top_p: the budget it ran with; None for dense attention and for a top_k.
-        total_ms: its forward and backward time; None where that is not its own (it waited for other ranks).
-        curve: its density curve, or None when no gate was computed, or with a top_k.
-        density: its density, averaged over all layers, always dense ones included; None when no gate was computed.
-    """
-
-    samples: tuple[int, ...]
-    top_p: float | None
-    total_ms: float | None
-    curve: DensityCurve | None
-    density: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """What one step was planned to do; sequences in the order of :meth:`Planner.micro_batches`.
-
-    Attributes:
-        top_p, top_k: budget of each micro-batch, a p or the k of its anchor; both None for dense attention.
-        predicted_ms: predicted time of each micro-batch; None without a predictor.
-        scales: how far the predictor's attention and linear times have drifted from the profile's; None without one.
-        anchor_ms, num_missed: see :class:`~hf_sparsebalance.tuning.Tuning`; None and 0 without tuning.
-    """
-
-    top_p: tuple[float, ...] | None
-    predicted_ms: tuple[float, ...] | None
-    scales: tuple[float, float] | None
-    anchor_ms: float | None = None
-    num_missed: int = 0
-    top_k: tuple[int, ...] | None = None
 
 
 class Planner:
@@ -163,6 +79,7 @@ class Planner:
         self.lengths = lengths
         self.predictor = predictor
         self.curves = CurveStore(settings.block_size)
+        self.speeds = RankSpeeds(settings.num_ranks)
         self._observations: deque[list[tuple[float, float, float]]] = deque(maxlen=STEPS_KEPT)
         self._snapshot: tuple[int, dict[str, Any]] | None = None
         self._plan: tuple[int, BatchPlan] | None = None
@@ -206,6 +123,7 @@ class Planner:
                 anchor=settings.anchor,
                 scope=settings.scope,
                 least_top_k=settings.least_top_k,
+                slowness=self._slowness(),
             )
         assert settings.base_top_p is not None
         return tune_sparsity(
@@ -215,6 +133,8 @@ class Planner:
             tolerance=settings.tolerance,
             anchor=settings.anchor,
             scope=settings.scope,
+            num_stages=settings.num_stages,
+            slowness=self._slowness(),
         )
 
     def plan_ahead(self, epoch: int, step: int) -> None:
@@ -244,6 +164,10 @@ class Planner:
             for slot, samples in enumerate(slots)
         ]
 
+    def base_densities(self) -> list[float]:
+        """Density of each sample at the base budget, as known now."""
+        return self._at(range(len(self.lengths)), self.settings.base, self.curves)[1]
+
     def observe(self, measured: Sequence[Measured]) -> None:
         """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
         if self.predictor is not None and self.settings.refit:
@@ -251,9 +175,28 @@ class Planner:
             some, parts = timed[:: max(1, -(-len(timed) // OBSERVATIONS_PER_STEP))], self.predictor.components
             self._observations.append([(*parts(*self._realised(seen)), total_ms) for seen, total_ms in some])
             self.predictor = self.predictor.refit(tuple(self._observations))
+        self._observe_speeds(measured)
         for seen in measured:
             for sample, curve in zip(seen.samples, self._curves_of(seen), strict=False):
                 self.curves.observe(sample, self.lengths[sample], curve)
+
+    def _observe_speeds(self, measured: Sequence[Measured]) -> None:
+        times_ms = [seen.total_ms for seen in measured if seen.total_ms is not None]
+        if self.predictor is None or len(times_ms) < len(measured):
+            return
+        documents = [self._realised(seen) for seen in measured]
+        lengths, densities, dense = (list(chain.from_iterable(each)) for each in zip(*documents, strict=True))
+        attention_ms = self.predictor.attention_ms(lengths, densities, dense).sum(axis=0)
+        first_M = np.cumsum([0, *[len(each[0]) for each in documents[:-1]]])
+        linear_ms = [self.predictor.linear(sum(each[0])).total_ms for each in documents]
+        predicted_M = np.add.reduceat(attention_ms, first_M) + linear_ms
+        by_rank = (self.settings.num_ranks, self.settings.num_slots)
+        sums = [np.reshape(each, by_rank).sum(axis=1).tolist() for each in (times_ms, predicted_M)]
+        self.speeds.observe(*sums)
+
+    def _slowness(self) -> tuple[float, ...]:
+        """What the plan reckons with; empty where ranks count as alike."""
+        return self.speeds.slowness() if self.settings.rank_speed else ()
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON data from which a resumed run plans on as this one would."""
@@ -279,13 +222,14 @@ class Planner:
         try:
             self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
             self.predictor = _scaled(self.predictor, state["learned"]["scales"])
+            self.speeds.load(state["learned"]["speeds"])
             self._observations.clear()
             self._observations.extend([(float(a), float(b), float(c)) for a, b, c in s] for s in state["observations"])
             snapshot = state["snapshot"]
             self._snapshot = None if snapshot is None else (int(snapshot["epoch"]), dict(snapshot["learned"]))
             # With other options for the budgets they are planned anew.
             ahead = state["ahead"]["steps"] if state["ahead"]["budgets"] == self._budget_options() else []
-            self._ahead = {(epoch, step): _step_plan(*plan) for epoch, step, *plan in ahead}
+            self._ahead = {(epoch, step): StepPlan.from_json(*plan) for epoch, step, *plan in ahead}
         except UserError:
             raise
         except (KeyError, TypeError, ValueError) as error:
@@ -318,7 +262,7 @@ class Planner:
             assert self.predictor is not None
             names += ["base_top_p", "base_top_k", "block_size"]
             if settings.batching == "sparsity_aware":
-                names += ["window", "tolerance"]
+                names += ["window", "tolerance", "num_stages", "rank_speed"]
             order["profile"] = _digest(self.predictor.profile.to_json())
         return {**order, **{name: getattr(settings, name) for name in names}}
 
@@ -326,7 +270,15 @@ class Planner:
         """What budgets depend on, beside the order and what was learned."""
         settings = self.settings
         base = [settings.base_top_p, settings.base_top_k, settings.least_top_k]
-        return [*base, settings.tolerance, settings.anchor, settings.scope, settings.refit]
+        return [
+            *base,
+            settings.tolerance,
+            settings.anchor,
+            settings.scope,
+            settings.refit,
+            settings.num_stages,
+            settings.rank_speed,
+        ]
 
     def _plan_step(self, epoch: int, step: int) -> StepPlan:
         predictor, settings = self.predictor, self.settings
@@ -336,18 +288,26 @@ class Planner:
             missed = tuning.anchor_ms, tuning.num_missed
             return StepPlan(tuning.top_p or None, tuning.predicted_ms, scales, *missed, tuning.top_k or None)
         batches = [samples for slots in self.batches(epoch).steps[step] for samples in slots]
-        predicted_ms = None if predictor is None else tuple(self._predict_ms(samples) for samples in batches)
+        predicted_ms = None
+        if predictor is not None:
+            slowness = self._slowness() or (1.0,) * settings.num_ranks
+            predicted_ms = tuple(
+                self._predict_ms(samples) * slowness[number // settings.num_slots]
+                for number, samples in enumerate(batches)
+            )
         top_p = None if settings.base_top_p is None else (settings.base_top_p,) * len(batches)
         top_k = None if settings.base_top_k is None else (settings.base_top_k,) * len(batches)
         return StepPlan(top_p, predicted_ms, scales, top_k=top_k)
 
     def _learned(self) -> dict[str, Any]:
         scales = None if self.predictor is None else [self.predictor.attention_scale, self.predictor.linear_scale]
-        return {"curves": self.curves.state_dict(), "scales": scales}
+        return {"curves": self.curves.state_dict(), "scales": scales, "speeds": self.speeds.state()}
 
     def _plan_epoch(self, epoch: int, learned: Mapping[str, Any]) -> BatchPlan:
         settings = self.settings
         costs_ms = least_ms = None
+        speeds = RankSpeeds(settings.num_ranks)
+        speeds.load(learned["speeds"])
         if settings.batching in COST_STRATEGIES:
             # From the snapshot only: what has been learned since must not change a resumed run's order.
             predictor = _scaled(self.predictor, learned["scales"])
@@ -373,6 +333,8 @@ class Planner:
             max_tokens=settings.max_tokens,
             cost_ms=costs_ms,
             least_ms=least_ms,
+            num_stages=settings.num_stages,
+            slowness=speeds.slowness() if settings.rank_speed else (),
         )
 
     def _costs_ms(self, predictor: LatencyPredictor, curves: CurveStore, budget: float | None) -> list[float]:
@@ -422,22 +384,6 @@ class Planner:
 def _by_density(lengths: list[int], densities: NDArray[np.float64]) -> _Documents:
     """At a top_k the dense kernel runs where nothing is dropped."""
     return lengths, densities.tolist(), (densities == 1.0).tolist()
-
-
-def _step_plan(
-    top_p: Sequence[float] | None,
-    predicted_ms: Sequence[float] | None,
-    scales: Sequence[float] | None,
-    anchor_ms: float | None,
-    num_missed: int,
-    top_k: Sequence[int] | None,
-) -> StepPlan:
-    """A :class:`StepPlan` from JSON."""
-    budgets, times = (None if values is None else tuple(map(float, values)) for values in (top_p, predicted_ms))
-    drift = None if scales is None else (float(scales[0]), float(scales[1]))
-    anchor_ms = None if anchor_ms is None else float(anchor_ms)
-    blocks = None if top_k is None else tuple(map(int, top_k))
-    return StepPlan(budgets, times, drift, anchor_ms, int(num_missed), blocks)
 
 
 def _digest(value: object) -> str:

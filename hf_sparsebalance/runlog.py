@@ -23,7 +23,8 @@ class MicroBatch:
 
     Times are in milliseconds, `start_ms` from the start of its step. `causal_pairs` counts the (query, key) pairs that
     dense causal attention would attend in its documents: what density and work are shares of. `top_k` is the mean over
-    the layers that have a gate.
+    the layers that have a gate. `stage_ms` is the time of each process of a pipeline, in order; together they make
+    forward and backward.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class MicroBatch:
     work: float | None
     coverage: float | None
     top_k: float | None = None
+    stage_ms: tuple[float, ...] | None = None
 
     @property
     def busy_ms(self) -> float:
@@ -226,6 +228,9 @@ def _micro_batch(record: "_Record") -> MicroBatch:
     documents = record.get("documents", list)
     if not all(isinstance(document, int) for document in documents):
         raise UserError(f"{record.where}: documents must be a list of whole numbers")
+    stage_ms = record.get("stage_ms", list, optional=True)
+    if not all(isinstance(ms, (int, float)) for ms in stage_ms or ()):
+        raise UserError(f"{record.where}: stage_ms must be a list of numbers")
     return MicroBatch(
         rank=record.whole("rank"),
         slot=record.whole("slot"),
@@ -241,6 +246,7 @@ def _micro_batch(record: "_Record") -> MicroBatch:
         work=record.number_or_none("work"),
         coverage=record.number_or_none("coverage"),
         top_k=record.number_or_none("top_k"),
+        stage_ms=None if stage_ms is None else tuple(stage_ms),
     )
 
 

@@ -44,7 +44,12 @@ _CHUNK = 1 << 20  # differences tried at once: bounds the memory of a round
 
 
 def sparsity_aware(
-    epoch: Epoch, costs: Sequence[float], least: Sequence[float], window: int, num_stages: int
+    epoch: Epoch,
+    costs: Sequence[float],
+    least: Sequence[float],
+    window: int,
+    num_stages: int,
+    slowness: Sequence[float] = (),
 ) -> list[Step]:
     """Plan an epoch.
 
@@ -55,6 +60,8 @@ def sparsity_aware(
         window: global batches planned together; with 1 each step keeps the samples that `random` gives it.
         num_stages: pipeline stages; above 1 a rank lasts as long as its 1F1B pipeline, and its small micro-batches
             come first and last.
+        slowness: how many times as long as predicted each rank takes; where given, each step's ranks are evened by
+            what they will take.
 
     Raises:
         UserError: a step's documents do not fit under max_tokens.
@@ -67,6 +74,8 @@ def sparsity_aware(
     for members, size in ((batches[:whole], window), (batches[whole:], len(batches) - whole)):
         windows = [members[first : first + size] for first in range(0, len(members), max(size, 1))]
         plans = _plan_windows(epoch, windows, cost_N, least_N, num_stages)
+        if slowness:
+            plans = [_suited(plan, epoch, cost_N, slowness, num_stages) for plan in plans]
         for plan in plans:
             shuffle(plan)
             steps += plan
@@ -151,6 +160,33 @@ def _compose(
                 step[lightest].append(spare.pop(0))
                 sums[lightest] += cost_N[step[lightest][-1]]
     return composed
+
+
+def _suited(
+    plan: list[Step], epoch: Epoch, cost_N: NDArray[np.float64], slowness: Sequence[float], num_stages: int
+) -> list[Step]:
+    """Steps of even ranks, made to last equally long on ranks of unlike speed: a slow one gets shorter samples."""
+    suited: list[Step] = []
+    costs, speed_R = cost_N.tolist(), 1.0 / np.asarray(slowness)
+    for step in plan:
+        ranks = [[s for slot in rank for s in slot] for rank in step]
+        sums_R = [sum(costs[s] for s in rank) for rank in ranks]
+        # The fastest rank takes the largest of those that are there; then pairs swap until each has its share.
+        dealt_R = [ranks[i] for i in np.argsort(sums_R, kind="stable")]
+        ordered: list[Rank] = [[] for _ in ranks]
+        for rank, samples in zip(np.argsort(speed_R, kind="stable"), dealt_R, strict=True):
+            ordered[rank] = samples
+        counts = {len(samples) for samples in ordered}
+        per_rank = min(counts)
+        ids_1RK = np.array([[sorted(samples, key=lambda s: -costs[s])[:per_rank] for samples in ordered]])
+        extra = [sorted(samples, key=lambda s: -costs[s])[per_rank:] for samples in ordered]
+        spare_R = np.array([sum(costs[s] for s in samples) for samples in extra])
+        share_R = sum(sums_R) * speed_R / speed_R.sum()
+        _swap(ids_1RK, cost_N, (share_R - spare_R)[None])
+        moved = [[*own, *more] for own, more in zip(ids_1RK[0].tolist(), extra, strict=True)]
+        packed = _pack_step(moved, epoch, costs, num_stages)
+        suited.append(step if packed is None else packed)
+    return suited
 
 
 def _swap(ids_GBK: NDArray[np.intp], cost_N: NDArray[np.float64], target_GB: NDArray[np.float64]) -> None:

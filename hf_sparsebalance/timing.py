@@ -122,9 +122,14 @@ class OperationClock:
         self._operations: list[tuple[str, int, int, Mark, Mark]] = []
 
     def start_step(self) -> None:
-        """The step begins here; forgets the one before."""
-        self._operations = []
+        """The step begins here: times count from now."""
         self._step = _now(self._events)
+
+    def forget(self) -> None:
+        """The operations of a new step follow."""
+        self._operations = []
+        if self._step is None:
+            self.start_step()
 
     @contextlib.contextmanager
     def operation(self, kind: str, stage: int, micro_batch: int) -> Iterator[None]:
@@ -133,7 +138,11 @@ class OperationClock:
         yield
         self._operations.append((kind, stage, micro_batch, start, _now(self._events)))
 
-    def times(self) -> list[OperationTime]:
+    def times(self) -> list[MicroBatchTime]:
+        """What each of the step's micro-batches cost this rank; waits for the device."""
+        return micro_batch_times(self.operations())
+
+    def operations(self) -> list[OperationTime]:
         """The step's operations so far, in the order they ran; waits for the device."""
         assert self._step is not None
         if self._events:

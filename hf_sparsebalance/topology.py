@@ -1,16 +1,17 @@
-"""How the processes share the model and the work, from accelerate's state and from how the model was loaded."""
+"""How the processes share the model and the work, from accelerate's state, the model as loaded, and the options."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
+import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from torch import nn
 
-from hf_sparsebalance.distributed import has_sharded, rank_and_world
+from hf_sparsebalance.distributed import has_sharded, pipelines, rank_and_world
 from hf_sparsebalance.errors import UserError
 
 _SHARDED_LOADING = (
@@ -21,35 +22,64 @@ _SHARDED_LOADING = (
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Data-parallel ranks, each of one process or of a tensor-parallel group of them.
+    """Data-parallel ranks, each of one process, of a tensor-parallel group of them, or of a pipeline.
 
     Attributes:
         num_ranks: data-parallel ranks, each with micro-batches of its own.
         rank: the one that this process belongs to.
-        tensor_size: processes of one rank; they hold whole attention heads, equally many.
+        tensor_size: tensor-parallel processes of one rank; they hold whole attention heads, equally many.
         meets_every_micro_batch: whether parameters are sharded over ranks (FSDP, ZeRO-3), which then gather them, and
             so wait for each other, in every micro-batch; else ranks wait once a step.
+        pipeline_size: pipeline-parallel processes of one rank; they hold whole layers.
     """
 
     num_ranks: int
     rank: int
     tensor_size: int = 1
     meets_every_micro_batch: bool = False
+    pipeline_size: int = 1
+
+    def members(self, gathered: torch.Tensor) -> torch.Tensor:
+        """[processes, ...], as gathered from all of them, as [ranks, processes of one, ...]."""
+        if self.pipeline_size > 1:  # as `distributed.pipeline_groups` lays them out
+            return gathered.unflatten(0, (self.pipeline_size, self.num_ranks)).transpose(0, 1)
+        return gathered.unflatten(0, (self.num_ranks, self.tensor_size))
 
     def scope(self, asked: str) -> str:
         """The tuning's scope: the one asked for, or where ranks really wait for ``auto``."""
         if asked != "auto":
             return asked
+        if self.pipeline_size > 1:
+            return "microbatch"
         return "slot" if self.meets_every_micro_batch else "rank"
 
 
-def topology_of(model: nn.Module, accelerator: Accelerator | None = None) -> Topology:
+def launched_topology(pipeline_size: int = 1) -> Topology:
+    """As far as the launch and ``--pipeline_parallel_size`` tell, before a model is there.
+
+    Raises:
+        UserError: pipelines do not divide the processes.
+    """
+    rank, world = rank_and_world()
+    if pipeline_size == 1:
+        return Topology(world, rank)
+    data_size = pipelines(pipeline_size)
+    return Topology(data_size, rank % data_size, pipeline_size=pipeline_size)
+
+
+def topology_of(model: nn.Module, accelerator: Accelerator | None = None, pipeline_size: int = 1) -> Topology:
     """Read the topology.
 
     Args:
         model: as loaded; what transformers sharded by a ``DistributedConfig`` says so itself.
         accelerator: of the Trainer; None where only the model is there.
+        pipeline_size: ``--pipeline_parallel_size``.
+
+    Raises:
+        UserError: pipelines do not divide the processes.
     """
+    if pipeline_size > 1:
+        return launched_topology(pipeline_size)
     rank, world = rank_and_world()
     tensor_size, sharded = 1, False
     if getattr(model, "is_distributed_loading_by_transformers", False):
@@ -87,6 +117,14 @@ def check_topology(topology: Topology, model: nn.Module, accelerator: Accelerato
         raise UserError(
             "the model's parameters are sharded already (fully_shard), and accelerate would wrap it once more: leave "
             f"the sharding to `accelerate launch --use_fsdp --fsdp_version 2`, or load it with {_SHARDED_LOADING}"
+        )
+    if topology.pipeline_size > 1 and (
+        accelerator.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        or getattr(model, "is_distributed_loading_by_transformers", False)
+    ):
+        raise UserError(
+            "--pipeline_parallel_size with a model that is sharded as well (FSDP, DeepSpeed, DistributedConfig): "
+            "pipelines go with plain data parallelism; launch without the other"
         )
     size, config = topology.tensor_size, model.config
     if size == 1:

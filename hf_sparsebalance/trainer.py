@@ -35,11 +35,13 @@ from hf_sparsebalance.documents import check_lengths
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.latency_profile import LatencyProfile
-from hf_sparsebalance.planner import Planner, PlanSettings
+from hf_sparsebalance.pipeline_trainer import PipelineMixin
+from hf_sparsebalance.planner import Planner
+from hf_sparsebalance.plans import PlanSettings
 from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.sampler import PlanSampler
 from hf_sparsebalance.termination import EXIT_STATUS
-from hf_sparsebalance.timing import MicroBatchClock
+from hf_sparsebalance.timing import MicroBatchClock, OperationClock
 from hf_sparsebalance.topology import Topology, check_topology, topology_of
 from hf_sparsebalance.tuning import OPTIMAL_NEEDS_TOP_P
 
@@ -48,7 +50,7 @@ RUN_LOG = "balance.jsonl"
 logger = logging.getLogger(__name__)
 
 
-class SparseBalanceMixin:
+class SparseBalanceMixin(PipelineMixin):
     """Balanced training for any Trainer: ``class MyTrainer(SparseBalanceMixin, SFTTrainer)``.
 
     The arguments must be :class:`SparseBalanceArguments` (or a class that inherits from it), the training data
@@ -84,12 +86,22 @@ class SparseBalanceMixin:
             resume_from_checkpoint = checkpoint_folder(resume_from_checkpoint, self.args.output_dir)
         check_writable(self.args.output_dir)
         check_world(self.args.num_ranks)
+        if resume_from_checkpoint and self.args.pipeline_parallel_size > 1:
+            if self._pipeline is not None:
+                raise UserError("--resume_from_checkpoint after train() with pipelines: make a new trainer")
+            # Into the whole model: later each process has only some of its layers.
+            self._load_from_checkpoint(resume_from_checkpoint)
         balance, sampler = self._set_up_balance()
         if resume_from_checkpoint:
             balance.planner.load_state_dict(read_state(resume_from_checkpoint))
         self._balance, self._plan_sampler = balance, sampler
         self._forget_evaluation()
-        callback = SparseBalanceCallback(balance, sampler)
+        replicas = None
+        if self._pipeline is not None:
+            replicas = self._pipeline.groups.data
+            # accelerate would wrap it for data parallelism, and broadcast the first stage to all.
+            self.model._is_accelerate_prepared = True
+        callback = SparseBalanceCallback(balance, sampler, replicas)
         self.add_callback(callback)
         bar = self.pop_callback(ProgressCallback)
         if bar is not None:
@@ -132,7 +144,7 @@ class SparseBalanceMixin:
 
     def _set_up_balance(self) -> tuple[StepBalance, PlanSampler]:
         args, config = self.args, self.model.config
-        topology = topology_of(self.model, self.accelerator)
+        topology = self.topology()
         lengths = check_lengths(self.train_dataset)
         planner = build_planner(config, args, lengths, self._train_batch_size, topology)
         settings, predictor = planner.settings, planner.predictor
@@ -152,8 +164,16 @@ class SparseBalanceMixin:
         )
         sparse = config._attn_implementation == ATTENTION_NAME
         log = Path(args.output_dir) / RUN_LOG
-        balance = StepBalance(planner, MicroBatchClock(args.device), log, sparse, topology)
+        clock: MicroBatchClock | OperationClock = MicroBatchClock(args.device)
+        if topology.pipeline_size > 1:
+            self._cut(planner)
+            clock = self._pipeline.pipeline.clock
+        balance = StepBalance(planner, clock, log, sparse, topology)
         return balance, PlanSampler(planner, topology.rank)
+
+    def topology(self) -> Topology:
+        """How the processes share the model and the work."""
+        return topology_of(self.model, self.accelerator, self.args.pipeline_parallel_size)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler[Any] | None:
         return self._plan_sampler or super()._get_train_sampler(train_dataset)
@@ -177,15 +197,27 @@ class SparseBalanceMixin:
         """Forward and backward of one micro-batch, timed."""
         if self._balance is None:
             return super().training_step(model, inputs, num_items_in_batch)
+        if self._pipeline is not None:
+            return self._pipeline_step(inputs)
         with self._balance.clock.micro_batch():
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._balance.saw_loss(loss)
         return loss
 
+    def _pipeline_step(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Hold a micro-batch; the last one of a step runs them all."""
+        assert self._pipeline is not None and self._balance is not None
+        if not self._pipeline.hold(self._prepare_inputs(inputs)):
+            return torch.zeros((), device=self.args.device)
+        loss, losses = self._pipeline.step()
+        for each in losses:
+            self._balance.saw_loss(each)
+        return loss
+
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         """Wraps the forward pass with its loss; leaving it marks where the backward pass starts."""
         stack = super().compute_loss_context_manager()
-        if self._balance is not None:
+        if self._balance is not None and self._pipeline is None:
             stack.callback(self._balance.clock.forward_ended)
         return stack
 
@@ -287,6 +319,11 @@ def build_planner(
     block_size = 128 if defaults is None else defaults.block_size
     if profile is not None:
         profile.check(training_context(config, args, block_size, args.device))
+    if args.rank_speed == "auto" and (profile is None or topology.meets_every_micro_batch):
+        raise UserError(
+            "--rank_speed auto compares each rank's own time with a prediction: it needs --profile, and ranks that do "
+            "not wait for each other in every micro-batch, as sharded ones (FSDP, ZeRO-3) do; leave it out"
+        )
     least_top_k, base_top_k = _top_k_of(defaults)
     settings = PlanSettings(
         batching=args.batching,
@@ -304,6 +341,8 @@ def build_planner(
         refit=args.refit,
         base_top_k=base_top_k,
         least_top_k=least_top_k,
+        num_stages=topology.pipeline_size,
+        rank_speed=args.rank_speed == "auto",
     )
     predictor = None if profile is None else LatencyPredictor(profile)
     epochs = args.num_train_epochs

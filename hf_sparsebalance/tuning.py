@@ -121,6 +121,7 @@ def tune_sparsity(
     anchor: str = "mean",
     scope: str = "rank",
     num_stages: int = 1,
+    slowness: Sequence[float] = (),
 ) -> Tuning:
     """Choose a budget for each micro-batch of one optimizer step (all ranks, all slots).
 
@@ -135,6 +136,7 @@ def tune_sparsity(
         scope: where the step waits: "microbatch" (pipelines), "slot" (FSDP, ZeRO-3), "rank" (plain DDP).
         num_stages: stages of each rank's pipeline, for `optimal` with scope microbatch: the step is then the slowest
             rank's makespan under 1F1B, a third of each micro-batch's time its forward pass.
+        slowness: how many times as long as predicted each rank takes; default: all as predicted.
 
     Returns:
         The budgets and their predicted times. With `optimal` the predicted step time is never above that of the base
@@ -163,6 +165,7 @@ def tune_sparsity(
     density_NC = densities(list(chain.from_iterable([m.curves for m in micro_batches])), budgets_C)
     lengths_N, first_M = _documents(micro_batches)
     times_MC = _times_ms(predictor, lengths_N, first_M, density_NC, budgets_C == 1.0)
+    _slow_down(times_MC, micro_batches, slowness)
     history_N = np.maximum(lengths_N - predictor.profile.context.block_size, 0)
     gains_MC = np.add.reduceat(history_N, first_M)[:, None] * budgets_C
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages)
@@ -177,6 +180,7 @@ def tune_top_k(
     anchor: str = "mean",
     scope: str = "rank",
     least_top_k: int = 1,
+    slowness: Sequence[float] = (),
 ) -> Tuning:
     """Choose the anchor's k for each micro-batch of one optimizer step: the paper's k_anchor (Eq. 7).
 
@@ -191,6 +195,7 @@ def tune_top_k(
         anchor: `min`, `mean` or `max`, as in :func:`tune_sparsity`.
         scope: as in :func:`tune_sparsity`.
         least_top_k: the smallest k that makes a difference, in [1, base_top_k]; 1 + sink_blocks, say.
+        slowness: as in :func:`tune_sparsity`.
 
     Returns:
         `top_k` and its predicted times; no k is larger than what makes its micro-batch dense.
@@ -211,6 +216,7 @@ def tune_top_k(
     budgets_C = np.array(budgets)
     density_NC = top_k_density(lengths_N[:, None], budgets_C, block_size)
     times_MC = _times_ms(predictor, lengths_N, first_M, density_NC, density_NC == 1.0)
+    _slow_down(times_MC, micro_batches, slowness)
     gains_MC = np.add.reduceat(top_k_coverage(lengths_N[:, None], budgets_C, block_size), first_M, axis=0)
     base = budgets.index(min(base_top_k, budgets[-1]))
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, base, anchor, scope)
@@ -293,6 +299,12 @@ def _times_ms(
     constant_ms, tokens_M = predictor.linear(0).total_ms, np.add.reduceat(lengths_N, first_M)
     times_MC += constant_ms + (predictor.linear(1).total_ms - constant_ms) * tokens_M[:, None]
     return times_MC
+
+
+def _slow_down(times_MC: Floats, micro_batches: Sequence[MicroBatch], slowness: Sequence[float]) -> None:
+    """Predicted times as the ranks will take them, in place."""
+    if slowness:
+        times_MC *= np.array([slowness[m.rank] for m in micro_batches])[:, None]
 
 
 def _anchor(anchor: str, values: Floats) -> float:

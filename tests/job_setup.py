@@ -26,10 +26,10 @@ def documents():
     return [list(ids) for ids in tiny_run.documents()]
 
 
-def build_model(dtype=torch.float32):
+def build_model(dtype=torch.float32, **changes):
     """A tiny random model, the same everywhere."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config_of(), attn_implementation="sparsebalance").to(dtype)
+    return AutoModelForCausalLM.from_config(config_of(**changes), attn_implementation="sparsebalance").to(dtype)
 
 
 def arguments(folder, **changes):

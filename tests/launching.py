@@ -35,10 +35,10 @@ def command(job, *arguments, processes=2):
     return [*words, *map(str, arguments)]
 
 
-def launch(job, *arguments, **environment):
+def launch(job, *arguments, processes=2, **environment):
     """Run a job; returns the completed process."""
     return subprocess.run(
-        command(job, *arguments),
+        command(job, *arguments, processes=processes),
         cwd=ROOT,
         env={**ENVIRONMENT, **environment},
         capture_output=True,
@@ -47,8 +47,8 @@ def launch(job, *arguments, **environment):
     )
 
 
-def results(out, name):
-    """What both ranks reported; checks that there were two that knew each other."""
-    reports = [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(report["rank"], report["world"]) for report in reports] == [(0, 2), (1, 2)]
+def results(out, name, processes=2):
+    """What all processes reported; checks that there were so many that knew each other."""
+    reports = [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(processes)]
+    assert [(report["rank"], report["world"]) for report in reports] == [(i, processes) for i in range(processes)]
     return reports

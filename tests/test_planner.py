@@ -10,7 +10,8 @@ import pytest
 from hf_sparsebalance.density import top_k_density, uniform_curve
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency import LatencyPredictor
-from hf_sparsebalance.planner import Measured, Planner, PlanSettings
+from hf_sparsebalance.planner import Planner
+from hf_sparsebalance.plans import Measured, PlanSettings
 
 LENGTHS = [300, 4000, 900, 6000, 500, 2500, 700, 8000]
 

@@ -26,10 +26,9 @@ from hf_sparsebalance.cli.parsing import DataclassParser, with_config_file
 from hf_sparsebalance.distributed import check_world, rank_and_world
 from hf_sparsebalance.documents import check_lengths, load_documents
 from hf_sparsebalance.errors import UserError
-from hf_sparsebalance.heldout import heldout_loss
 from hf_sparsebalance.planner import Planner
 from hf_sparsebalance.profiling import device_name
-from hf_sparsebalance.topology import Topology, topology_of
+from hf_sparsebalance.topology import launched_topology
 from hf_sparsebalance.trainer import SparseBalanceTrainer, build_planner
 from hf_sparsebalance.version import __version__
 
@@ -105,9 +104,9 @@ def run(arguments: Sequence[str], callbacks: Sequence[TrainerCallback] = ()) -> 
         raise UserError(str(error)) from error
     before = None
     if eval_set is not None and not args.resume_from_checkpoint:
-        before = heldout_loss(trainer.model, eval_set["input_ids"])["loss"]
+        before = trainer.heldout_loss(eval_set["input_ids"])
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    after = None if eval_set is None else heldout_loss(trainer.model, eval_set["input_ids"])["loss"]
+    after = None if eval_set is None else trainer.heldout_loss(eval_set["input_ids"])
     trainer.save_model()
     if trainer.is_world_process_zero():
         trainer.save_state()
@@ -179,8 +178,8 @@ def _planner(model_args: ModelArguments, args: SparseBalanceArguments, train_set
     config._attn_implementation = model_args.attn_implementation
     if model_args.dtype != "auto":
         config.dtype = getattr(torch, model_args.dtype)
-    rank, world = rank_and_world()
-    return build_planner(config, args, check_lengths(train_set), args.train_batch_size, Topology(world, rank))
+    topology = launched_topology(args.pipeline_parallel_size)
+    return build_planner(config, args, check_lengths(train_set), args.train_batch_size, topology)
 
 
 def _load(
@@ -212,7 +211,7 @@ def _run_fields(
         "base_top_k": config.sparse_attention["top_k"] if sparse else None,
         "tolerance": args.tolerance if args.tolerance > 0 else None,
         "anchor": anchor,
-        "scope": topology_of(trainer.model, trainer.accelerator).scope(args.scope) if args.tolerance > 0 else None,
+        "scope": trainer.topology().scope(args.scope) if args.tolerance > 0 else None,
         "documents": num_documents,
         "heldout_loss_before": before,
         "heldout_loss_after": after,

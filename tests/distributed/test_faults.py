@@ -7,6 +7,7 @@ from pathlib import Path
 
 import job_setup
 import pytest
+import tiny_run
 from launching import ENVIRONMENT, ROOT, TIMEOUT_S, command, launch, results
 
 from hf_sparsebalance.checkpoints import STATE_FILE, last_complete
@@ -93,6 +94,20 @@ def test_a_rank_that_hangs_is_named(tmp_path):
     done = launch(JOB, tmp_path, "hang:1:3", JOB_DDP_TIMEOUT="10")
     assert done.returncode != 0
     assert "rank 1 died or hangs: no answer after 2 whole steps" in done.stderr, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("rank_speed", ["equal", "auto"])
+def test_a_slow_rank_is_named_and_gets_less(tmp_path, rank_speed):
+    """Rank 0 takes three times as long per token: it is reported, and with --rank_speed auto has less to do."""
+    done = launch(JOB.with_name("job_slow.py"), tmp_path, rank_speed)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rank 0 takes" in done.stderr and "rank 1 takes" not in done.stderr
+    steps = results(tmp_path, "slow")[0]["batches"]
+    tokens = [sum(tiny_run.LENGTHS[s] for step in steps for slot in step[rank] for s in slot) for rank in (0, 1)]
+    if rank_speed == "equal":
+        assert max(tokens) < 2 * min(tokens)
+    else:
+        assert 2 * tokens[0] < tokens[1]
 
 
 def test_nan_ends_the_run_before_it_is_saved(tmp_path):

@@ -13,12 +13,20 @@ from transformers.distributed import DistributedConfig
 from hf_sparsebalance import attention
 from hf_sparsebalance.heldout import heldout_loss
 from hf_sparsebalance.planner import Planner
-from hf_sparsebalance.topology import topology_of
 from sparsebalance_kernels import select_blocks
 
 SHARDING = {"one": {}, "ddp": {}, "fsdp": {"fsdp_size": 2}, "tp": {"tp_size": 2}}
+# Schedule, and processes of a pipeline.
+PIPELINES = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved1f1b",
+    "zb": "interleavedzerobubble",
+    "zbv": "zbvzerobubble",
+    "dp-pp": "1f1b",
+}
 # Every topology takes the same documents per step.
-MICRO_BATCHES = {"one": 4, "ddp": 2, "fsdp": 2, "tp": 4}
+MICRO_BATCHES = {"one": 4, "ddp": 2, "fsdp": 2, "tp": 4, **dict.fromkeys(PIPELINES, 4), "dp-pp": 2}
 VARIANTS = {
     "plain": {},
     "recomputed": {"gradient_checkpointing": True},
@@ -33,7 +41,7 @@ ParallelismConfig._validate_accelerator = lambda config, accelerator: None
 
 def build(out, topology):
     """The saved model in float64, loaded as the topology wants it."""
-    sharding = SHARDING[topology]
+    sharding = SHARDING.get(topology)
     return AutoModelForCausalLM.from_pretrained(
         out / "model",
         attn_implementation="sparsebalance",
@@ -50,7 +58,10 @@ def adapted(model):
 
 def train(out, topology, variant):
     """(trainer, recorder, what the planner was told step by step) of an epoch."""
-    options = {"tolerance": 0.0, "batching": "random", "max_grad_norm": 1e9, **VARIANTS[variant]}
+    options = {"tolerance": 0.0, "batching": "random", "max_grad_norm": 1e9, "per_device_eval_batch_size": 1}
+    options |= VARIANTS[variant]
+    if topology in PIPELINES:
+        options |= {"pipeline_parallel_size": 2, "pipeline_schedule": PIPELINES[topology]}
     folder = out / topology / variant
     args = job_setup.arguments(folder, gradient_accumulation_steps=MICRO_BATCHES[topology], **options)
     model = build(out, topology)
@@ -69,6 +80,14 @@ def train(out, topology, variant):
         return *job_setup.train(model, args), told
     finally:
         Planner.observe = observe
+
+
+def heldout(trainer, topology):
+    """Loss, and where a process has the whole model statistics, of five documents."""
+    documents = job_setup.documents()[:5]
+    if topology in PIPELINES:
+        return {"loss": trainer.heldout_loss(documents)}
+    return heldout_loss(trainer.model, documents)
 
 
 def selections(model):
@@ -96,7 +115,7 @@ def main():
             continue
         trainer, recorder, told = train(out, topology, variant)
         trainer.save_model()
-        place = topology_of(trainer.model, trainer.accelerator)
+        place = trainer.topology()
         job_setup.report(
             f"{topology}-{variant}",
             model=type(trainer.model_wrapped).__name__,
@@ -106,7 +125,9 @@ def main():
             budgets=recorder.budgets,
             steps=[entry for entry in trainer.state.log_history if "loss" in entry],
             told=told,
-            heldout=heldout_loss(trainer.model, job_setup.documents()[:5]) if variant == "plain" else None,
+            heldout=heldout(trainer, topology) if variant == "plain" else None,
+            evaluated=trainer.evaluate()["eval_loss"],
+            stages=trainer._pipeline and [list(cut) for cut in trainer._pipeline.cuts],
             selections=selections(trainer.model) if variant == "plain" and topology in ("one", "tp") else None,
         )
 

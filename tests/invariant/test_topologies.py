@@ -1,4 +1,4 @@
-"""One training, whatever the processes share: two ranks of DDP, of FSDP2, two tensor-parallel processes, one alone.
+"""One training, whatever the processes share: ranks of DDP and of FSDP2, tensor parallelism, pipelines, one alone.
 
 Every topology takes the same four documents per step, in float64.  Loss and gradient norm must then be those of one
 process: logits and loss are fp32 in transformers, what comes before and after them is not.
@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from hf_sparsebalance.density import DensityCurve
 from hf_sparsebalance.latency import LatencyPredictor
 from hf_sparsebalance.latency_profile import LatencyProfile
-from hf_sparsebalance.planner import Measured, Planner, PlanSettings
+from hf_sparsebalance.planner import Planner
+from hf_sparsebalance.plans import Measured, PlanSettings
 
 JOB = Path(__file__).parent / "job_topology.py"
 STEPS = 3
@@ -31,14 +32,24 @@ TOKENS = sum(tiny_run.LENGTHS)
 LOSS_BOUND = torch.finfo(torch.float32).eps * TOKENS
 # A gradient is a sum over tokens in fp64, of terms that come out of fp32 logits alike: equal documents, equal logits.
 # Under tensor parallelism the sums before them are split, and a logit may round the other way.
-NORM_BOUND = {name: torch.finfo(torch.float64).eps * TOKENS for name in ("ddp", "fsdp")} | {"tp": LOSS_BOUND}
+EXACT = torch.finfo(torch.float64).eps * TOKENS
+PIPELINES = ("gpipe", "1f1b", "interleaved", "zb", "zbv", "dp-pp")
+# Processes, data-parallel ranks, micro-batches of each per step, bound of the gradient norm.
+TOPOLOGIES = {
+    "ddp": (2, 2, 2, EXACT),
+    "fsdp": (2, 2, 2, EXACT),
+    "tp": (2, 1, 4, LOSS_BOUND),
+    **dict.fromkeys(PIPELINES, (2, 1, 4, EXACT)),
+    "dp-pp": (4, 2, 2, EXACT),
+}
 
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
     """Folder with the model, and with what one process showed."""
     folder = tmp_path_factory.mktemp("topologies")
-    job_setup.build_model(torch.float64).save_pretrained(folder / "model")
+    # Schedules with two stages per process need four layers.
+    job_setup.build_model(torch.float64, num_hidden_layers=4).save_pretrained(folder / "model")
     command = [sys.executable, str(JOB), str(folder), "one"]
     done = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -55,14 +66,19 @@ def start(out):
 
     @functools.cache
     def run(name):
-        done = launch(JOB, out, name)
+        done = launch(JOB, out, name, processes=TOPOLOGIES[name][0])
         assert done.returncode == 0, done.stderr[-3000:]
         return name
 
     return run
 
 
-@pytest.fixture(params=("ddp", "fsdp", "tp"))
+def reports(out, topology, variant):
+    """Of each process."""
+    return results(out, f"{topology}-{variant}", TOPOLOGIES[topology][0])
+
+
+@pytest.fixture(params=TOPOLOGIES)
 def topology(request, start):
     """Name of a topology whose job has run."""
     return start(request.param)
@@ -78,8 +94,8 @@ def test_the_topology_is_real(out, topology):
         "ddp": ("DistributedDataParallel", "Parameter", "rank"),
         "fsdp": ("FSDPQwen2ForCausalLM", "DTensor", "slot"),
         "tp": ("Qwen2ForCausalLM", "DTensor", "rank"),
-    }
-    for rank in results(out, f"{topology}-plain"):
+    } | dict.fromkeys(PIPELINES, ("Qwen2ForCausalLM", "Parameter", "microbatch"))
+    for rank in reports(out, topology, "plain"):
         assert (rank["model"], rank["parameter"], rank["scope"]) == expected[topology]
 
 
@@ -87,22 +103,24 @@ def test_steps_are_those_of_one_process(out, topology):
     """Loss and gradient norm of each step, plain, recomputed, clipped under Adam, and with adapters."""
     for variant in variants(topology):
         alone = one(out, variant)["steps"]
-        for rank in results(out, f"{topology}-{variant}"):
+        for rank in reports(out, topology, variant):
             assert len(rank["steps"]) == len(alone) == STEPS
             for found, expected in zip(rank["steps"], alone, strict=True):
                 assert found["loss"] == pytest.approx(expected["loss"], rel=LOSS_BOUND), variant
-                assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=NORM_BOUND[topology]), variant
+                assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=TOPOLOGIES[topology][-1]), (
+                    variant
+                )
                 assert found["density"] == pytest.approx(expected["density"], rel=LOSS_BOUND), variant
                 assert found["coverage"] == pytest.approx(expected["coverage"], rel=LOSS_BOUND), variant
     assert one(out, "plain")["steps"] != one(out, "clipped")["steps"]
 
 
 def test_ranks_share_the_documents(out, topology):
-    """Ranks of data parallelism have documents of their own, tensor-parallel processes the same; each is seen once."""
-    ranks = [rank["micro_batches"] for rank in results(out, f"{topology}-plain")]
-    seen = ranks[:1] if topology == "tp" else ranks
-    assert sorted(sum(sum(seen, []), [])) == list(range(len(tiny_run.LENGTHS)))
-    assert (ranks[0] == ranks[1]) == (topology == "tp")
+    """Data-parallel ranks have documents of their own, the processes of one the same; each document is seen once."""
+    num_ranks = TOPOLOGIES[topology][1]
+    seen = [process["micro_batches"] for process in reports(out, topology, "plain")]
+    assert sorted(sum(sum(seen[:num_ranks], []), [])) == list(range(len(tiny_run.LENGTHS)))
+    assert seen == [seen[number % num_ranks] for number in range(len(seen))]
 
 
 def test_saved_models_are_those_of_one_process(out, topology):
@@ -113,7 +131,7 @@ def test_saved_models_are_those_of_one_process(out, topology):
         assert float((loaded[1][name] - expected).abs().max()) <= 1e-3 * LOSS_BOUND, name
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", [name for name in TOPOLOGIES if name != "tp"])
 def test_saved_adapters_are_those_of_one_process(out, start, name):
     """A LoRA folder holds adapters only, and on the base model they give what one process' adapters give."""
     logits = []
@@ -128,20 +146,31 @@ def test_saved_adapters_are_those_of_one_process(out, start, name):
 
 def test_heldout_loss_is_that_of_one_process(out, topology):
     """Five documents over two ranks, which is uneven: loss and statistics of one process."""
-    alone = one(out, "plain")["heldout"]
-    for rank in results(out, f"{topology}-plain"):
-        assert rank["heldout"] == pytest.approx(alone, rel=LOSS_BOUND)
+    alone = one(out, "plain")
+    for rank in reports(out, topology, "plain"):
+        told = rank["heldout"]
+        assert told == pytest.approx({name: alone["heldout"][name] for name in told}, rel=LOSS_BOUND)
+
+
+def test_evaluation_is_that_of_one_process(out, topology):
+    """evaluate() after training, four documents one by one: the mean of their losses."""
+    for variant in variants(topology):
+        alone = one(out, variant)["evaluated"]
+        for rank in reports(out, topology, variant):
+            assert rank["evaluated"] == pytest.approx(alone, rel=LOSS_BOUND), variant
 
 
 def test_budgets_are_the_pure_planners(out, topology):
     """With tuning on, every rank ran the budgets that a planner alone gives when told the same, in the same order."""
-    ranks = results(out, f"{topology}-tuned")
-    assert ranks[0]["told"] == ranks[1]["told"] and len(ranks[0]["told"]) == STEPS
-    num_ranks, slots = (1, 4) if topology == "tp" else (2, 2)
+    ranks = reports(out, topology, "tuned")
+    assert all(rank["told"] == ranks[0]["told"] for rank in ranks) and len(ranks[0]["told"]) == STEPS
+    _, num_ranks, slots, _ = TOPOLOGIES[topology]
+    scope = {"fsdp": "slot"} | dict.fromkeys(PIPELINES, "microbatch")
     settings = PlanSettings(
         batching="sparsity_aware", num_ranks=num_ranks, num_slots=slots, batch_size=1, seed=3, window=2,
         max_tokens=None, base_top_p=tiny_run.BASE_TOP_P, tolerance=0.2, anchor="optimal",
-        scope="slot" if topology == "fsdp" else "rank", block_size=tiny_run.BLOCK, refit=False,
+        scope=scope.get(topology, "rank"), block_size=tiny_run.BLOCK, refit=False,
+        num_stages=2 if topology in PIPELINES else 1,
     )  # fmt: skip
     profile = LatencyProfile.load(out / f"profile-{topology}-0.json")
     planner = Planner(settings, tiny_run.LENGTHS, LatencyPredictor(profile))
@@ -167,7 +196,7 @@ def measured(fields):
 def test_waiting_is_not_learned(out, topology):
     """Under FSDP only the micro-batch predicted slowest in its slot tells its time; elsewhere each does."""
     lines = [json.loads(line) for line in (out / topology / "tuned" / "balance.jsonl").read_text().splitlines()]
-    for line, told in zip(lines, results(out, f"{topology}-tuned")[0]["told"], strict=True):
+    for line, told in zip(lines, reports(out, topology, "tuned")[0]["told"], strict=True):
         predicted = [m["predicted_ms"] for m in line["micro_batches"]]
         for number, seen in enumerate(told):
             slowest = predicted[number] == max(predicted[number % 2 :: 2])
@@ -177,7 +206,7 @@ def test_waiting_is_not_learned(out, topology):
 def test_tensor_parallel_processes_select_what_one_process_selects(out, start):
     """Heads are whole: each process selects, for its heads, bit by bit the blocks that one process selects."""
     alone = one(out, "plain")["selections"]
-    first, second = (rank["selections"] for rank in results(out, f"{start('tp')}-plain"))
+    first, second = (rank["selections"] for rank in reports(out, start("tp"), "plain"))
     for layer, bits in enumerate(alone):
         assert first[layer] + second[layer] == bits
         assert bits[:2] != bits[2:]  # or any split would do

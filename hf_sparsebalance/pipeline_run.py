@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
@@ -107,14 +107,11 @@ class PipelineRun:
         return float(sums[0] / sums[1])
 
     def gather(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
-        """The whole model's state dict (an adapted one's trainable part) on the first process, else None; collective
-        over the first pipeline."""
+        """What a file of the whole model, or of its adapter, holds, on the first process, else None; collective over
+        the first pipeline."""
         if self.groups.data_rank:
             return None
-        state = model.state_dict()
-        if isinstance(model, PeftModel):
-            trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-            state = {name: tensor for name, tensor in state.items() if name in trained}
+        state = get_peft_model_state_dict(model) if isinstance(model, PeftModel) else model.state_dict()
         return self.pipeline.gather_state_dict(state)
 
     def save_optimizer(self, folder: str, optimizer: Any, scheduler: Any) -> None:
@@ -139,7 +136,7 @@ class PipelineRun:
                 f"--resume_from_checkpoint: {path} is missing: that run had another --pipeline_parallel_size; resume "
                 "with the same, or start a new run from its model"
             )
-        saved = torch.load(path, map_location=self.pipeline.device, weights_only=True)
+        saved = torch.load(path, map_location="cpu", weights_only=True)
         cuts = [[cut.start, cut.stop] for cut in self.cuts]
         if saved["cuts"] != cuts:
             raise UserError(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
+from peft.utils import SAFETENSORS_WEIGHTS_NAME
+from safetensors.torch import save_file
 from torch import nn
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -93,9 +97,13 @@ class PipelineMixin:
         if self._pipeline is None:
             super().save_model(output_dir, _internal_call)
             return
-        whole = self._pipeline.gather(self.model)
-        if whole is not None:
-            self._save(output_dir or self.args.output_dir, state_dict=whole)
+        whole, folder = self._pipeline.gather(self.model), output_dir or self.args.output_dir
+        if whole is not None and isinstance(self.model, PeftModel):
+            # PEFT writes of a state dict only what belongs to layers that are there.
+            self._save(folder)
+            save_file(whole, Path(folder) / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        elif whole is not None:
+            self._save(folder, state_dict=whole)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
@@ -182,15 +183,15 @@ class Planner:
 
     def _observe_speeds(self, measured: Sequence[Measured]) -> None:
         times_ms = [seen.total_ms for seen in measured if seen.total_ms is not None]
-        if self.predictor is None or len(times_ms) < len(measured):
-            return
+        by_rank = (self.settings.num_ranks, self.settings.num_slots)
+        if self.predictor is None or len(times_ms) < math.prod(by_rank):
+            return  # where ranks wait for each other their times are not their own
         documents = [self._realised(seen) for seen in measured]
         lengths, densities, dense = (list(chain.from_iterable(each)) for each in zip(*documents, strict=True))
         attention_ms = self.predictor.attention_ms(lengths, densities, dense).sum(axis=0)
         first_M = np.cumsum([0, *[len(each[0]) for each in documents[:-1]]])
         linear_ms = [self.predictor.linear(sum(each[0])).total_ms for each in documents]
         predicted_M = np.add.reduceat(attention_ms, first_M) + linear_ms
-        by_rank = (self.settings.num_ranks, self.settings.num_slots)
         sums = [np.reshape(each, by_rank).sum(axis=1).tolist() for each in (times_ms, predicted_M)]
         self.speeds.observe(*sums)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import job_setup
 import pytest
-import tiny_run
 from launching import ENVIRONMENT, ROOT, TIMEOUT_S, command, launch, results
 
 from hf_sparsebalance.checkpoints import STATE_FILE, last_complete
@@ -102,12 +101,11 @@ def test_a_slow_rank_is_named_and_gets_less(tmp_path, rank_speed):
     done = launch(JOB.with_name("job_slow.py"), tmp_path, rank_speed)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "rank 0 takes" in done.stderr and "rank 1 takes" not in done.stderr
-    steps = results(tmp_path, "slow")[0]["batches"]
-    tokens = [sum(tiny_run.LENGTHS[s] for step in steps for slot in step[rank] for s in slot) for rank in (0, 1)]
+    tokens = results(tmp_path, "slow")[0]["tokens"]
     if rank_speed == "equal":
-        assert max(tokens) < 2 * min(tokens)
+        assert max(tokens) < 1.2 * min(tokens)
     else:
-        assert 2 * tokens[0] < tokens[1]
+        assert 1.5 * tokens[0] < tokens[1]
 
 
 def test_nan_ends_the_run_before_it_is_saved(tmp_path):

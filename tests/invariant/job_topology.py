@@ -121,7 +121,7 @@ def main():
             model=type(trainer.model_wrapped).__name__,
             parameter=type(next(trainer.model.parameters())).__name__,
             scope=place.scope(trainer.args.scope),
-            micro_batches=recorder.micro_batches,
+            micro_batches=list(recorder.micro_batches),  # the evaluation below collates, too
             budgets=recorder.budgets,
             steps=[entry for entry in trainer.state.log_history if "loss" in entry],
             told=told,

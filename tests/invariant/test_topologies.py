@@ -152,8 +152,13 @@ def test_heldout_loss_is_that_of_one_process(out, topology):
         assert told == pytest.approx({name: alone["heldout"][name] for name in told}, rel=LOSS_BOUND)
 
 
-def test_evaluation_is_that_of_one_process(out, topology):
-    """evaluate() after training, four documents one by one: the mean of their losses."""
+@pytest.mark.parametrize("name", ["tp", *PIPELINES])
+def test_evaluation_is_that_of_one_process(out, start, name):
+    """evaluate() after training, four documents one by one: the mean of their losses.
+
+    Under DDP and FSDP it is Trainer's own, which weighs the documents of one round over the ranks by their tokens.
+    """
+    topology = start(name)
     for variant in variants(topology):
         alone = one(out, variant)["evaluated"]
         for rank in reports(out, topology, variant):

@@ -78,11 +78,11 @@ def main() -> int:
     return 0
 
 
-def run_profile(model: Path, output: Path, max_length: int, quick: bool) -> None:
-    """Measure two one-thread processes side by side, as the training will run."""
+def run_profile(model: Path, output: Path, max_length: int, quick: bool, processes: int = RANKS) -> None:
+    """Measure one-thread processes side by side, as the training will run."""
     command = [sys.executable, "-m", "hf_sparsebalance", "profile", "--model_name_or_path", str(model)]
     command += ["--output", str(output), "--max_length", str(max_length), "--block_size", "128"]
-    command += ["--processes", str(RANKS), "--threads", "1", *(["--quick"] if quick else [])]
+    command += ["--processes", str(processes), "--threads", "1", *(["--quick"] if quick else [])]
     subprocess.run(command, check=True, env=environment())
 
 

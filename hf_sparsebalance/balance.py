@@ -156,6 +156,22 @@ class StepBalance:
             "sparse_tolerance": torch.tensor(settings.tolerance, dtype=torch.float64),
         }
 
+    def out_of_memory(self) -> UserError:
+        """What to say where the micro-batch that runs now does not fit; with pipelines the step's."""
+        (epoch, step), settings = self._position, self.planner.settings
+        slots = [len(self._losses)] if self._topology.pipeline_size == 1 else range(settings.num_slots)
+        plan = self.planner.batches(epoch)
+        largest = max(
+            (plan.micro_batch(step, self._rank, slot) for slot in slots),
+            key=lambda samples: sum(self.planner.lengths[sample] for sample in samples),
+        )
+        tokens = sum(self.planner.lengths[sample] for sample in largest)
+        return UserError(
+            f"out of memory on rank {self._rank} in step {step + 1} of epoch {epoch}: a micro-batch of {tokens} tokens "
+            f"(documents {', '.join(map(str, largest))}); lower --max_tokens or --max_length, or use "
+            "--gradient_checkpointing; earlier checkpoints are whole"
+        )
+
     def saw_loss(self, loss: torch.Tensor) -> None:
         """Keep a micro-batch's loss until the step ends: reading it now would wait for the device."""
         self._losses.append(loss)

@@ -10,12 +10,15 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers.trainer_utils import sort_checkpoints
 
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.runlog import replace_file
 
 STATE_FILE = "sparsebalance_state.json"
+# What a full disk raises: Python, torch's zip writer, safetensors.
+WRITE_ERRORS = (OSError, RuntimeError, SafetensorError)
 
 
 def last_complete(output_dir: str) -> str | None:

@@ -180,7 +180,7 @@ def has_sharded(parameters: Iterable[torch.nn.Parameter]) -> bool:
     return any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
-def silent_ranks(error: RuntimeError) -> list[int]:
+def silent_ranks(error: Exception) -> list[int]:
     """Ranks that do not answer after a collective has failed; empty where ``error`` came from elsewhere.
 
     The backend knows addresses at best, and whoever loses a peer loses it in the middle of a collective.  So each rank

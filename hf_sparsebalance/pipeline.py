@@ -181,7 +181,7 @@ class Pipeline:
 
     def _run(self, micro_batches: Sequence[Mapping[str, Any]], has_backward: bool) -> torch.Tensor:
         count = len(micro_batches)
-        engine = self._engine(count)
+        engine = self.engine(count)
         engine._has_backward = has_backward
         for stage in self._stages:
             stage.submod.train(has_backward)
@@ -202,8 +202,12 @@ class Pipeline:
         dist.broadcast(summed, dist.get_global_rank(self._group, self._ends[1]), group=self._group)
         return summed
 
-    def _engine(self, num_micro_batches: int) -> Any:
-        """torch's schedule object; it is made for one number of micro-batches."""
+    def engine(self, num_micro_batches: int) -> Any:
+        """torch's schedule object; it is made for one number of micro-batches.
+
+        Raises:
+            UserError: the schedule does not take this number.
+        """
         if num_micro_batches not in self._engines:
             single = self._schedule in ("gpipe", "1f1b")
             try:

@@ -60,6 +60,7 @@ class PipelineRun:
         stages = make_stages(model, self.cuts, every[self.groups.pipeline_rank], autocast)
         self.pipeline = Pipeline(stages, schedule, self.groups.pipeline, device)
         self._num_slots = planner.settings.num_slots
+        self.pipeline.engine(self._num_slots)  # refused now, not in the first step
         self._trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._held: list[dict[str, Any]] = []
 

@@ -29,7 +29,14 @@ from hf_sparsebalance.arguments import SparseBalanceArguments, check_writable
 from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
 from hf_sparsebalance.balance import StepBalance
 from hf_sparsebalance.callback import BalanceProgressCallback, SparseBalanceCallback
-from hf_sparsebalance.checkpoints import checkpoint_folder, forget_state, read_state, write_state
+from hf_sparsebalance.checkpoints import (
+    WRITE_ERRORS,
+    checkpoint_folder,
+    forget_state,
+    last_complete,
+    read_state,
+    write_state,
+)
 from hf_sparsebalance.distributed import barrier, check_same, check_world, silent_ranks
 from hf_sparsebalance.documents import check_lengths
 from hf_sparsebalance.errors import UserError
@@ -199,8 +206,11 @@ class SparseBalanceMixin(PipelineMixin):
             return super().training_step(model, inputs, num_items_in_batch)
         if self._pipeline is not None:
             return self._pipeline_step(inputs)
-        with self._balance.clock.micro_batch():
-            loss = super().training_step(model, inputs, num_items_in_batch)
+        try:
+            with self._balance.clock.micro_batch():
+                loss = super().training_step(model, inputs, num_items_in_batch)
+        except torch.OutOfMemoryError as error:
+            raise self._balance.out_of_memory() from error
         self._balance.saw_loss(loss)
         return loss
 
@@ -209,7 +219,10 @@ class SparseBalanceMixin(PipelineMixin):
         assert self._pipeline is not None and self._balance is not None
         if not self._pipeline.hold(self._prepare_inputs(inputs)):
             return torch.zeros((), device=self.args.device)
-        loss, losses = self._pipeline.step()
+        try:
+            loss, losses = self._pipeline.step()
+        except torch.OutOfMemoryError as error:
+            raise self._balance.out_of_memory() from error
         for each in losses:
             self._balance.saw_loss(each)
         return loss
@@ -232,6 +245,14 @@ class SparseBalanceMixin(PipelineMixin):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         try:
             super()._save_checkpoint(model, trial)
+        except WRITE_ERRORS as error:
+            if silent_ranks(error):
+                raise
+            raise UserError(
+                f"{folder} could not be written ({str(error).splitlines()[0]}): is the disk full? What is there counts "
+                f"for nothing; make room, and go on from {last_complete(str(folder.parent)) or 'the start'} with "
+                "--resume_from_checkpoint true"
+            ) from error
         finally:
             self.args.save_total_limit = limit
         self._balance.settle()

@@ -1,10 +1,11 @@
 """Two tuned epochs with a checkpoint after every step, resumed where there is one; argument 2 is what goes wrong.
 
 PLACE:RANK:STEP kills that rank in that place of that step; place hang lets it hang in the forward pass, term sends it
-SIGTERM, nan spoils its loss.
+SIGTERM, nan spoils its loss, memory is out for it, and from full on it can write no file of more than 4 KiB.
 """
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -60,6 +61,11 @@ class Trainer(job_setup.Trainer):
             die()
         if struck("hang", done):
             time.sleep(3600)
+        if struck("memory", done):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
+        if struck("full", done):
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         if struck("term", done):
             os.kill(os.getpid(), signal.SIGTERM)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

@@ -108,6 +108,28 @@ def test_a_slow_rank_is_named_and_gets_less(tmp_path, rank_speed):
         assert 1.5 * tokens[0] < tokens[1]
 
 
+def test_out_of_memory_names_the_micro_batch(tmp_path):
+    """A micro-batch that does not fit ends the job with rank, step, tokens and the ways out; checkpoints stay."""
+    done = launch(JOB, tmp_path, "memory:1:3")
+    assert done.returncode != 0
+    assert "out of memory on rank 1 in step 3 of epoch 0: a micro-batch of" in done.stderr, done.stderr[-3000:]
+    assert "--max_tokens" in done.stderr
+    assert Path(last_complete(str(tmp_path / "run"))).name == "checkpoint-2"
+
+
+def test_a_full_disk_loses_nothing_that_was_whole(uninterrupted, tmp_path):
+    """Where a checkpoint cannot be written the job says which and from where to go on, and going on is exact."""
+    done = launch(JOB, tmp_path, "full:0:3")
+    assert done.returncode != 0
+    assert "checkpoint-3 could not be written" in done.stderr and "checkpoint-2 with" in done.stderr, done.stderr[
+        -3000:
+    ]
+    assert Path(last_complete(str(tmp_path / "run"))).name == "checkpoint-2"
+    done = launch(JOB, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_same_run(tmp_path, uninterrupted)
+
+
 def test_nan_ends_the_run_before_it_is_saved(tmp_path):
     """A NaN loss ends the run on all ranks with rank, step and documents; no checkpoint holds what followed."""
     done = launch(JOB, tmp_path, "nan:1:3")

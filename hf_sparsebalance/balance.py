@@ -167,8 +167,8 @@ class StepBalance:
         )
         tokens = sum(self.planner.lengths[sample] for sample in largest)
         return UserError(
-            f"out of memory on rank {self._rank} in step {step + 1} of epoch {epoch}: a micro-batch of {tokens} tokens "
-            f"(documents {', '.join(map(str, largest))}); lower --max_tokens or --max_length, or use "
+            f"out of memory on rank {self._rank} in step {step + 1} of epoch {epoch}: a micro-batch of {tokens} "
+            f"tokens (documents {', '.join(map(str, largest))}); lower --max_tokens or --max_length, or use "
             "--gradient_checkpointing; earlier checkpoints are whole"
         )
 

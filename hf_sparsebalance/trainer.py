@@ -249,8 +249,8 @@ class SparseBalanceMixin(PipelineMixin):
             if silent_ranks(error):
                 raise
             raise UserError(
-                f"{folder} could not be written ({str(error).splitlines()[0]}): is the disk full? What is there counts "
-                f"for nothing; make room, and go on from {last_complete(str(folder.parent)) or 'the start'} with "
+                f"{folder} could not be written ({str(error).splitlines()[0]}): is the disk full? It will not be "
+                f"picked up; make room, and go on from {last_complete(str(folder.parent)) or 'the start'} with "
                 "--resume_from_checkpoint true"
             ) from error
         finally:

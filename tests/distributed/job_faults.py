@@ -1,7 +1,7 @@
 """Two tuned epochs with a checkpoint after every step, resumed where there is one; argument 2 is what goes wrong.
 
 PLACE:RANK:STEP kills that rank in that place of that step; place hang lets it hang in the forward pass, term sends it
-SIGTERM, nan spoils its loss, memory is out for it, and from full on it can write no file of more than 4 KiB.
+SIGTERM, nan spoils its loss, memory is out for it, and from full on it can write no file of more than 64 KiB.
 """
 
 import os
@@ -65,7 +65,7 @@ class Trainer(job_setup.Trainer):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
         if struck("full", done):
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16))
         if struck("term", done):
             os.kill(os.getpid(), signal.SIGTERM)
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)

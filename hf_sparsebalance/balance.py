@@ -257,7 +257,7 @@ class StepBalance:
     def _report_slow_ranks(self, global_step: int) -> None:
         """Name a rank that has been much slower than the others, once."""
         for rank, slowness in enumerate(self.planner.speeds.slowness()):
-            if slowness >= _SLOW and rank not in self._reported:
+            if self._writes and slowness >= _SLOW and rank not in self._reported:
                 self._reported.add(rank)
                 logger.warning(
                     "rank %d takes %.2f times as long as the others for the same work (step %d): look at its machine, "

@@ -94,3 +94,30 @@ def test_refuses_adapters_on_sharded_layers():
     adapted = get_peft_model(model(), LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
     with pytest.raises(UserError, match="DDP or FSDP"):
         check_topology(Topology(1, 0, 2), adapted, accelerator(DistributedType.MULTI_GPU), tunes_top_k=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        (Topology(4, 0), [[0], [1], [2], [3]]),
+        (Topology(2, 0, tensor_size=2), [[0, 1], [2, 3]]),  # the tensor-parallel dimension counts fastest
+        (Topology(2, 0, pipeline_size=2), [[0, 2], [1, 3]]),  # neighbours hold the same stages
+        (Topology(1, 0, pipeline_size=4), [[0, 1, 2, 3]]),
+    ],
+)
+def test_members_are_the_processes_of_each_rank(place, expected):
+    """What all processes sent, by rank; a pipeline's in the order of its stages."""
+    assert place.members(torch.arange(4)[:, None])[..., 0].tolist() == expected
+
+
+def test_a_pipeline_is_tuned_by_micro_batch():
+    """auto follows the topology; what was asked for stays."""
+    assert Topology(2, 0, pipeline_size=2).scope("auto") == "microbatch"
+    assert Topology(2, 0, pipeline_size=2).scope("rank") == "rank"
+
+
+@pytest.mark.parametrize("kind", [DistributedType.FSDP, DistributedType.DEEPSPEED])
+def test_pipelines_of_sharded_models_are_refused(kind):
+    """Pipelines go with plain data parallelism; the message names the option."""
+    with pytest.raises(UserError, match="--pipeline_parallel_size"):
+        check_topology(Topology(2, 0, pipeline_size=2), model(), accelerator(kind), tunes_top_k=False)

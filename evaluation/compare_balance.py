@@ -200,6 +200,13 @@ def split(rows: list[dict], tuned: str, control: str, before: str) -> dict[str, 
     return {"total": total, **parts, "rest": total / math.prod(parts.values())}
 
 
+def faster(rows: list[dict], one: str, other: str) -> dict[str, object]:
+    """How many times as fast one run is as another, inside each repeat: median and range over the repeats."""
+    total_s = {(row["name"], row["repeat"]): row["total_s"] for row in rows}
+    gains = [total_s[other, i] / total_s[one, i] for i in sorted({row["repeat"] for row in rows})]
+    return {"run": one, "over": other, "median": statistics.median(gains), "least": min(gains), "most": max(gains)}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "compare_balance", help="folder for the runs")
@@ -254,10 +261,18 @@ def main() -> int:
             for tuned, before in (("dst mean", "random"), ("dst optimal", "random"), ("sab w4 + dst", "sab w4"))
             if {tuned, f"{tuned}: same work", before} <= names
         }
-        found[corpus] = {"runs": rows, "parts": parts}
+        pairs = [(tuned, f"{tuned}: same work") for tuned in ("dst mean", "dst optimal", "sab w4 + dst")]
+        pairs += [("sab w4 + dst", "sab w4"), ("sab w1", "length_partition")]
+        pairs += [("sab w4", name) for name in STRATEGIES if name not in ("random", "sparsity_aware")]
+        gains = [faster(rows, *pair) for pair in pairs if set(pair) <= names]
+        found[corpus] = {"runs": rows, "parts": parts, "gains": gains}
         console.print(table(corpus, rows, here))
         for name, part in parts.items():
             console.print(f"{name}: " + ", ".join(f"{key} {value:.3f}x" for key, value in part.items()))
+        for gain in gains:
+            console.print(
+                f"{gain['run']} over {gain['over']}: {gain['median']:.3f}x ({gain['least']:.3f}-{gain['most']:.3f})"
+            )
     if args.json:
         environment = read_run(args.output / corpora[0] / "0" / "random").environment
         document = provenance("torch", "transformers", "accelerate", "numpy")

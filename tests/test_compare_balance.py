@@ -118,3 +118,6 @@ def test_a_small_comparison(monkeypatch, tmp_path):
     assert {row["documents"] for row in rows.values()} == {16}
     parts = document["corpora"]["bimodal"]["parts"]["dst mean"]
     assert parts["total"] == pytest.approx(rows["random"]["total_s"] / rows["dst mean"]["total_s"])
+    (gain,) = document["corpora"]["bimodal"]["gains"]
+    assert (gain["run"], gain["over"]) == ("dst mean", "dst mean: same work")
+    assert gain["median"] == pytest.approx(rows["dst mean: same work"]["total_s"] / rows["dst mean"]["total_s"])

@@ -9,14 +9,18 @@ the run.  Densities come from a prior (by default that of a gate without prefere
 too; that is what a random model's are), or from a curves file.  Where micro-batches are packed, --lengths gives the
 length of each document by its number, one a line.
 
-Predicted and measured are sums of step times over all steps.  With --warmup N the first N steps are left out, and a
-second prediction is made after the two scales of the predictor and the constant part of a step (gradient sync,
-optimizer, data) were fitted to them, as training does.
+Predicted and measured are sums of step times over all steps.  Where runs that belong together lie beside each other
+(`compare_balance.py` puts each repeat's into one folder), also how well the ratio of every two of their totals is
+predicted: there a machine that has slowed down since it was profiled cancels.
+
+With --warmup N the first N steps are left out, and a second prediction is made after the two scales of the predictor
+and the constant part of a step (gradient sync, optimizer, data) were fitted to them, as training does.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -130,6 +134,15 @@ def lengths_of(documents: Sequence[int], tokens: int, by_number: Sequence[int] |
     return packed
 
 
+def ratio_errors(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Relative error of the predicted ratio of totals, of every two runs whose folders lie beside each other."""
+    beside: dict[Path, list[float]] = {}
+    for row in rows:
+        beside.setdefault(Path(row["run"]).parent, []).append(row["predicted_s"] / row["measured_s"])
+    pairs = [pair for together in beside.values() for pair in itertools.combinations(together, 2)]
+    return [abs(one / other - 1.0) for one, other in pairs]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -146,8 +159,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"simulate_real: error: {error}", file=sys.stderr)
         return 2
-    errors = [abs(row["error"]) for row in rows]
+    errors, ratios = [abs(row["error"]) for row in rows], ratio_errors(rows)
     summary = {"runs": len(rows), "mean_error": statistics.fmean(errors), "largest_error": max(errors)}
+    summary["within_10_percent"] = sum(error <= 0.1 for error in errors)
+    if ratios:
+        summary |= {"mean_ratio_error": statistics.fmean(ratios), "largest_ratio_error": max(ratios)}
     document = provenance("numpy", "torch") | {
         "settings": vars(args),
         "summary": summary,
@@ -169,8 +185,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table)
     console.print(
         f"{summary['runs']} runs, {args.density if not args.curves else 'measured'} densities: mean error "
-        f"{summary['mean_error']:.1%}, largest {summary['largest_error']:.1%}"
+        f"{summary['mean_error']:.1%}, largest {summary['largest_error']:.1%}, "
+        f"{summary['within_10_percent']} within 10 %"
     )
+    if ratios:
+        console.print(
+            f"{len(ratios)} pairs of runs that belong together: mean error of the ratio of their totals "
+            f"{summary['mean_ratio_error']:.1%}, largest {summary['largest_ratio_error']:.1%}"
+        )
     return 0
 
 

@@ -7,8 +7,9 @@ scores are: the k chosen here is the anchor's, which each layer raises in its fo
 project's own: the least predicted step time whose mean budget over tokens is no less than the base. Only tokens with
 history count: those of a document's first block keep all they see at any budget.
 
-Every micro-batch may take any budget of one grid. Time need not grow with p (the dense kernel at p = 1 can be
-faster than the sparse one at p = .95), so all choices go over the whole grid, never over an inverse function.
+Every micro-batch may take any budget of one grid, coarser where there are thousands of them. Time need not grow with
+p (the dense kernel at p = 1 can be faster than the sparse one at p = .95), so all choices go over the whole grid,
+never over an inverse function.
 Cost: O(documents * grid) for the times, and O(micro-batches * grid * log) for the choice (`ladder`); pure numpy.
 """
 
@@ -44,6 +45,7 @@ OPTIMAL_NEEDS_TOP_P = (
     "mean, min or max, or --base_top_p"
 )
 _GRID_STEP = 0.01
+_MANY = 4096  # micro-batches from which on every second budget will do: each is a small part of the step
 _ROUNDING = 1e-9  # relative: a mean of equal times may round below each of them
 _TOP_K_STEP = 1.06  # between neighbours, where that is more than one block
 _TILE = 512  # documents whose times are predicted together
@@ -86,16 +88,16 @@ class Tuning:
     top_k: tuple[int, ...] = ()
 
 
-def candidate_budgets(base_top_p: float, tolerance: float) -> tuple[float, ...]:
-    """The budgets DST may choose: every .01 between the bound and 1, and exactly the bound, the base and 1.
+def candidate_budgets(base_top_p: float, tolerance: float, every: float = _GRID_STEP) -> tuple[float, ...]:
+    """The budgets DST may choose: every .01, or as told, from the bound to 1, and exactly the bound, the base and 1.
 
     The bound is base_top_p - tolerance, or the smallest step above 0 where that is not positive.
     """
     lowest = base_top_p - tolerance
     if lowest <= 0.0:
-        lowest = min(base_top_p, _GRID_STEP)
+        lowest = min(base_top_p, every)
     exact = {lowest, base_top_p, 1.0}
-    steps = (round(i * _GRID_STEP, 10) for i in range(1, round(1 / _GRID_STEP)))
+    steps = (round(i * every, 10) for i in range(1, round(1 / every)))
     return tuple(sorted(exact | {p for p in steps if p > lowest and all(abs(p - q) > 1e-6 for q in exact)}))
 
 
@@ -160,7 +162,8 @@ def tune_sparsity(
     _check_step(micro_batches, anchor, scope)
     if [len(m.lengths) for m in micro_batches] != [len(m.curves) for m in micro_batches]:
         raise ValueError("every document needs one curve")
-    budgets = candidate_budgets(base_top_p, tolerance)
+    every = _GRID_STEP if len(micro_batches) < _MANY else 2 * _GRID_STEP
+    budgets = candidate_budgets(base_top_p, tolerance, every)
     budgets_C = np.array(budgets)
     density_NC = densities(list(chain.from_iterable([m.curves for m in micro_batches])), budgets_C)
     lengths_N, first_M = _documents(micro_batches)

@@ -116,6 +116,18 @@ def test_runs_below_a_folder_are_found_with_their_profile(program, tmp_path, cap
 
 
 @pytest.mark.parametrize("program", ["simulate_real"], indirect=True)
+def test_ratios_of_runs_that_belong_together(program, tmp_path, capsys):
+    """Two runs of one slow machine: totals are missed by a fifth, their ratio is not; runs elsewhere are no pair."""
+    for name, slower in (("0/random", 1.25), ("0/other", 1.25), ("1/random", 2.0)):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_log(tmp_path / name, slower=slower)
+    assert program.main([str(tmp_path), "--density", "trained", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)["summary"]
+    assert summary["within_10_percent"] == 0 and summary["mean_error"] > 0.2
+    assert summary["largest_ratio_error"] == pytest.approx(0.0, abs=0.02)
+
+
+@pytest.mark.parametrize("program", ["simulate_real"], indirect=True)
 def test_what_cannot_be_predicted_is_refused(program, tmp_path, capsys):
     """Packed runs need the lengths, and they must be those of the data; too few steps are refused."""
     packed = write_log(tmp_path / "packed", packed=3)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_sparsebalance import tuning
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.tuning import (
     ANCHORS,
@@ -188,6 +189,24 @@ def test_optimal_takes_nothing_for_documents_without_history():
     micro_batches = grid((2, 1), [[(16 * short, 2.0)], [(short, 2.0)] * 12])
     tuned = tune_sparsity(micro_batches, PREDICTOR, base_top_p=0.5, tolerance=0.2, anchor="optimal")
     assert tuned.top_p[0] >= 0.5
+
+
+@pytest.mark.parametrize("anchor", ["mean", "optimal"])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_of_thousands_every_second_budget_will_do(monkeypatch, scope, anchor):
+    """4,096 micro-batches: no step gets longer by .1 % beside all budgets, and none falls below the bound."""
+    rng = random.Random(0)
+    documents = [[(int(rng.lognormvariate(7.5, 1.2)) + 1, rng.uniform(1.0, 6.0))] for _ in range(4096)]
+    micro_batches = grid((1024, 4), documents)
+    options = {"base_top_p": 0.5, "tolerance": 0.1, "anchor": anchor, "scope": scope}
+    coarse = tune_sparsity(micro_batches, PREDICTOR, **options)
+    monkeypatch.setattr(tuning, "_MANY", 10**9)
+    fine = tune_sparsity(micro_batches, PREDICTOR, **options)
+    assert set(coarse.top_p) <= set(candidate_budgets(0.5, 0.1, 0.02)) < set(candidate_budgets(0.5, 0.1))
+    assert coarse.anchor_ms <= fine.anchor_ms * 1.001
+    assert (
+        step_ms(micro_batches, coarse.predicted_ms, scope) <= step_ms(micro_batches, fine.predicted_ms, scope) * 1.001
+    )
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -277,7 +277,9 @@ class Planner:
         """
         self._check_order(state)
         try:
-            self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
+            curves = CurveStore.from_state_dict(state["learned"]["curves"])
+            if curves.block_size == self.settings.block_size:  # else they are densities of other blocks
+                self.curves = curves
             self.predictor = _scaled(self.predictor, state["learned"]["scales"])
             self._observations.clear()
             self._observations.extend([(float(a), float(b), float(c)) for a, b, c in s] for s in state["observations"])
@@ -288,7 +290,7 @@ class Planner:
             self._ahead = {(epoch, step): _step_plan(*plan) for epoch, step, *plan in ahead}
         except UserError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"the checkpoint's balance state is damaged ({error!r}): resume from an earlier checkpoint"
             ) from error
@@ -324,9 +326,9 @@ class Planner:
 
     def _budget_options(self) -> list[Any]:
         """What budgets depend on, beside the order and what was learned."""
-        settings = self.settings
-        base = [settings.base_top_p, settings.base_top_k, settings.least_top_k]
-        return [*base, settings.tolerance, settings.anchor, settings.scope, settings.refit]
+        settings, profile = self.settings, self.predictor and _digest(self.predictor.profile.to_json())
+        base = [settings.base_top_p, settings.base_top_k, settings.least_top_k, settings.block_size]
+        return [*base, settings.tolerance, settings.anchor, settings.scope, settings.refit, profile]
 
     def _plan_step(self, epoch: int, step: int) -> StepPlan:
         predictor, settings = self.predictor, self.settings
@@ -445,6 +447,4 @@ def _digest(value: object) -> str:
 
 
 def _scaled(predictor: LatencyPredictor | None, scales: Sequence[float] | None) -> LatencyPredictor | None:
-    if predictor is None or scales is None:
-        return predictor
-    return replace(predictor, attention_scale=float(scales[0]), linear_scale=float(scales[1]))
+    return predictor if predictor is None or scales is None else predictor.with_scales(*map(float, scales))

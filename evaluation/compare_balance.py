@@ -225,6 +225,8 @@ def main() -> int:
     corpora = args.corpora.split(",")
     if unknown := set(corpora) - set(CORPORA):
         parser.error(f"--corpora: {', '.join(sorted(unknown))}: known are {', '.join(CORPORA)}")
+    if args.max_length < 256:
+        parser.error("--max_length must be at least 256")
     if args.repeats < 1:
         parser.error("--repeats must be at least 1")
     if args.documents % 8 or args.documents < 8:

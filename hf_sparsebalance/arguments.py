@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class SparseBalanceArguments(TrainingArguments):
                 "would be left"
             )
         for name, value, known in (
-            ("anchor", self.anchor or ANCHORS[0], ANCHORS),
+            ("anchor", ANCHORS[0] if self.anchor is None else self.anchor, ANCHORS),
             ("scope", self.scope, ("auto", *SCOPES)),
             ("batching", self.batching, STRATEGIES),
             ("pipeline_schedule", self.pipeline_schedule, SCHEDULES),
@@ -163,6 +164,8 @@ class SparseBalanceArguments(TrainingArguments):
         ):
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise UserError(f"--{name} must be a whole number from 1 up, got {number!r}")
+        if not math.isfinite(self.num_train_epochs):
+            raise UserError(f"--num_train_epochs must be a number of epochs, got {self.num_train_epochs}")
         if min(self.seed, self.data_seed or 0) < 0:
             raise UserError("--seed and --data_seed must not be negative")
 

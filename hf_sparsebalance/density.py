@@ -367,8 +367,11 @@ class CurveStore:
             for key, count, octave, ratio in _as(list, state["buckets"]):
                 if len(ratio) != len(TOP_P_GRID):
                     raise ValueError(f"{len(ratio)} ratios in a bucket, not {len(TOP_P_GRID)}")
-                store._buckets[int(key)] = _Bucket(int(count), float(octave), tuple(float(each) for each in ratio))
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+                bucket = _Bucket(int(count), float(octave), tuple(float(each) for each in ratio))
+                if bucket.count < 1 or not all(0.0 <= each < math.inf for each in (bucket.octave, *bucket.ratio)):
+                    raise ValueError(f"bucket {key} of {count} observations")
+                store._buckets[int(key)] = bucket
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"the density curves of the checkpoint are damaged ({error}): resume from another checkpoint"
             ) from error

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -184,6 +184,16 @@ class LatencyPredictor:
         linear_ms = self.linear(sum(lengths)).total_ms
         attention_ms = self.predict(lengths, densities, dense).total_ms - linear_ms
         return attention_ms / self.attention_scale, linear_ms / self.linear_scale
+
+    def with_scales(self, attention_scale: float, linear_scale: float) -> LatencyPredictor:
+        """The same predictor with other scales.
+
+        Raises:
+            ValueError: one is not a positive number.
+        """
+        if not (0.0 < attention_scale < math.inf and 0.0 < linear_scale < math.inf):
+            raise ValueError(f"scales must be positive numbers, not {attention_scale} and {linear_scale}")
+        return replace(self, attention_scale=attention_scale, linear_scale=linear_scale)
 
     def refit(self, steps: Sequence[Sequence[tuple[float, float, float]]]) -> LatencyPredictor:
         """Fit the two scales to measured times; the table's shape stays.

@@ -109,7 +109,16 @@ class _Worker:
         seconds = 0.0 if warm_up else self.seconds
         if isinstance(point, AttentionPoint):
             return self._measure_attention(point, seconds)
-        return self._measure_model(point, seconds)
+        if self.sparse:
+            return self._measure_model(point, seconds)
+        try:
+            return self._measure_model(point, seconds)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError) as error:
+            # What an attention says that does not run on this device or in this dtype.
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"--attn_implementation {self.context.attention} does not run here: {reason}") from error
 
     def _measure_attention(self, point: AttentionPoint, seconds: float) -> list[float]:
         context = self.context

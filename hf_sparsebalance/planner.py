@@ -13,7 +13,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -221,7 +221,9 @@ class Planner:
         """
         self._check_order(state)
         try:
-            self.curves = CurveStore.from_state_dict(state["learned"]["curves"])
+            curves = CurveStore.from_state_dict(state["learned"]["curves"])
+            if curves.block_size == self.settings.block_size:  # else they are densities of other blocks
+                self.curves = curves
             self.predictor = _scaled(self.predictor, state["learned"]["scales"])
             self.speeds.load(state["learned"]["speeds"])
             self._observations.clear()
@@ -233,7 +235,7 @@ class Planner:
             self._ahead = {(epoch, step): StepPlan.from_json(*plan) for epoch, step, *plan in ahead}
         except UserError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UserError(
                 f"the checkpoint's balance state is damaged ({error!r}): resume from an earlier checkpoint"
             ) from error
@@ -269,17 +271,10 @@ class Planner:
 
     def _budget_options(self) -> list[Any]:
         """What budgets depend on, beside the order and what was learned."""
-        settings = self.settings
-        base = [settings.base_top_p, settings.base_top_k, settings.least_top_k]
-        return [
-            *base,
-            settings.tolerance,
-            settings.anchor,
-            settings.scope,
-            settings.refit,
-            settings.num_stages,
-            settings.rank_speed,
-        ]
+        settings, profile = self.settings, self.predictor and _digest(self.predictor.profile.to_json())
+        base = [settings.base_top_p, settings.base_top_k, settings.least_top_k, settings.block_size]
+        how = [settings.tolerance, settings.anchor, settings.scope, settings.num_stages, settings.rank_speed]
+        return [*base, *how, settings.refit, profile]
 
     def _plan_step(self, epoch: int, step: int) -> StepPlan:
         predictor, settings = self.predictor, self.settings
@@ -392,6 +387,4 @@ def _digest(value: object) -> str:
 
 
 def _scaled(predictor: LatencyPredictor | None, scales: Sequence[float] | None) -> LatencyPredictor | None:
-    if predictor is None or scales is None:
-        return predictor
-    return replace(predictor, attention_scale=float(scales[0]), linear_scale=float(scales[1]))
+    return predictor if predictor is None or scales is None else predictor.with_scales(*map(float, scales))

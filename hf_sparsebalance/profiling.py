@@ -254,15 +254,18 @@ def points_of(request: ProfileRequest) -> Iterator[Point]:
 
 
 def _held_out_points(request: ProfileRequest) -> list[Point]:
-    """Packed micro-batches of one to four documents, log-uniform in length, every fourth dense; none on the grid."""
+    """Micro-batches of one to four packed documents, log-uniform in length, every fourth dense; none on the grid."""
     rng = random.Random(0)
     longest = math.log(request.max_length)
     shortest = min(math.log(max(2, request.context.block_size)), longest)
-    only_dense = request.context.attention != ATTENTION_NAME
+    attention = request.context.attention
+    only_dense = attention != ATTENTION_NAME
+    # The others compute all pairs of a micro-batch and mask those between its documents: one document each.
+    most = 4 if not only_dense or "flash" in attention or "flex" in attention else 1
     points: list[Point] = []
     for number in range(QUICK_HELD_OUT if request.quick else HELD_OUT):
         lengths: list[int] = []
-        for _ in range(rng.randint(1, 4)):
+        for _ in range(rng.randint(1, most)):
             length = round(math.exp(rng.uniform(shortest, longest)))
             if not lengths or sum(lengths) + length <= request.max_length:
                 lengths.append(length)
@@ -329,21 +332,23 @@ def _assemble(request: ProfileRequest, points: Sequence[Point], medians: Sequenc
 
 
 def assemble_dense(context: ProfileContext, whole: Sequence[tuple[int, float, float]]) -> LatencyProfile:
-    """From (length, forward_ms, backward_ms) of the whole model: attention is what a line does not explain."""
+    """From (length, forward_ms, backward_ms) of the whole model: attention is what a line does not explain.
+
+    Half of what a document takes at least is left to its row, whatever the line says: between rows times follow a
+    power of the length, which needs rows well above 0.
+    """
     lengths = [length for length, *_ in whole]
     # A parabola holds only for short documents: longer ones leave the caches.
     short = max(3, sum(length <= LINEAR_TOKENS[-1] for length in lengths))
     parts: list[list[float]] = []
     lines: list[tuple[float, float]] = []
     for times_ms in list(zip(*whole, strict=True))[1:]:
-        constant, slope, curvature = fit_powers(lengths[:short], times_ms[:short], 2)
+        constant, slope, _ = fit_powers(lengths[:short], times_ms[:short], 2)
+        constant = min(constant, 0.9 * min(times_ms))
+        beyond = [ms - constant for ms in times_ms]
+        slope = min(slope, *(0.5 * ms / length for ms, length in zip(beyond, lengths, strict=True)))
         lines.append((constant, slope))
-        parts.append(
-            [
-                max(ms - constant - slope * length, curvature * length**2) / context.num_layers
-                for length, ms in zip(lengths, times_ms, strict=True)
-            ]
-        )
+        parts.append([(ms - slope * length) / context.num_layers for ms, length in zip(beyond, lengths, strict=True)])
     rows = [
         LengthRow(length, *times, (SparsePoint(1.0, *times),)) for length, *times in zip(lengths, *parts, strict=True)
     ]

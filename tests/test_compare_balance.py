@@ -91,7 +91,8 @@ def test_a_folder_of_another_size_is_refused(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--corpora", "x"], ["--documents", "12"], ["--runs", "nothing"], ["--repeats", "0"]]
+    "arguments",
+    [["--corpora", "x"], ["--documents", "12"], ["--runs", "nothing"], ["--repeats", "0"], ["--max_length", "0"]],
 )
 def test_bad_options_end_with_a_line(monkeypatch, capsys, arguments):
     """A wrong option ends with status 2 and names itself."""

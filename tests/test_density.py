@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_sparsebalance.density import (
+    TOP_P_GRID,
     CurveStore,
     DensityCurve,
     share_curve,
@@ -187,6 +188,10 @@ def test_damaged_state_is_a_user_error():
         {"curves": [{"top_p": [0.5, 1.0], "samples": [1, 2], "densities": encoded(0.5, 1.0)}]},
         {"curves": [{"top_p": [0.5, 1.0], "samples": [1], "densities": encoded(0.5, math.nan)}]},
         {"buckets": [[9, 1, 9.5, [1.0]]]},
+        {"buckets": [[9, 0, 9.5, [1.0] * len(TOP_P_GRID)]]},
+        {"buckets": [[9, math.inf, 9.5, [1.0] * len(TOP_P_GRID)]]},
+        {"buckets": [[9, 1, math.nan, [1.0] * len(TOP_P_GRID)]]},
+        {"buckets": [[9, 1, 9.5, [-1.0] * len(TOP_P_GRID)]]},
         {"block_size": "x"},
         {"block_size": 0},
     ):

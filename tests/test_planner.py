@@ -173,3 +173,26 @@ def test_a_time_that_was_spent_waiting_teaches_nothing():
     assert ours.predictor == fresh.predictor and ours.curves.state_dict() != fresh.curves.state_dict()
     ours.observe(showed * 8)
     assert ours.predictor != fresh.predictor
+
+
+def test_a_state_of_other_blocks_gives_no_densities():
+    """Without an order that depends on it, a state of another block size leaves curves and steps ahead behind."""
+    options = {"batching": "random", "window": 1}
+    before = planner(**options)
+    before.observe(what_a_step_showed(before.take(0, 0), before))
+    before.plan_ahead(0, 1)
+    other = before.settings.block_size * 2
+    after, fresh = (planner(**options, block_size=other) for _ in range(2))
+    after.load_state_dict(before.state_dict())
+    assert after.curves.state_dict() == fresh.curves.state_dict()
+    assert not after.is_planned(0, 1)
+
+
+@pytest.mark.parametrize("scales", [[float("nan"), 1.0], [1.0, 0.0], [float("inf"), 1.0]])
+def test_impossible_scales_are_refused(scales):
+    """A damaged drift of the predictor is one line, not a plan."""
+    ours = planner()
+    state = ours.state_dict()
+    state["learned"]["scales"] = scales
+    with pytest.raises(UserError, match="damaged"):
+        ours.load_state_dict(state)

@@ -89,6 +89,25 @@ def test_a_dense_profile_predicts_the_whole_model():
     assert packed.forward_ms == pytest.approx(forward_ms(512) + forward_ms(4096) - 3.0, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "whole_ms", "error"),
+    [
+        ("parabola", lambda n: 3.0 + 0.01 * n + 1e-6 * n**2, 0.01),
+        ("below linear", lambda n: 3.0 + n**0.8, 0.05),
+        # Attention that shows beyond 2,048 tokens only: a table of doubling lengths cannot see where.
+        ("kink", lambda n: 3.0 + 0.01 * n + 0.02 * max(0, n - 2048), 0.15),
+    ],
+)
+def test_a_dense_profile_predicts_between_its_lengths(name, whole_ms, error):
+    """Whatever the line explains, between two measured lengths the prediction stays near the truth."""
+    lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    dense = context(attention="sdpa", num_dense_layers=context().num_layers)
+    profile = assemble_dense(dense, [(n, whole_ms(n), whole_ms(n)) for n in lengths])
+    predictor = LatencyPredictor(profile)
+    for length in range(200, 16384, 97):
+        assert predictor.predict([length], [1.0], dense=True).forward_ms == pytest.approx(whole_ms(length), rel=error)
+
+
 def test_where_all_is_fast_every_point_is_measured_in_every_round():
     """On a fast device nothing is left out: a warm-up and all rounds."""
     runs, _ = schedule(1e-12)

@@ -44,6 +44,12 @@ def run(arguments: Sequence[str]) -> None:
     args = _parser().parse_args(arguments)
     _check(args)
     profile = LatencyProfile.load(args.profile) if args.profile else h100_profile(args.block_size)
+    attention = profile.context.attention
+    if args.tolerance and attention != "sparsebalance":
+        raise UserError(
+            f"--profile was measured with {attention!r}, which no budget makes faster: give --tolerance 0, or a "
+            "profile of sparsebalance"
+        )
     order = None
     if args.num_stages > 1:
         order = operation_order(args.schedule, args.num_stages, args.gradient_accumulation_steps)
@@ -155,6 +161,10 @@ def _check(args: Any) -> None:
         raise UserError(f"one of --lengths FILE and --distribution ({', '.join(DISTRIBUTIONS)}) is needed")
     if not 0.0 < args.base_top_p <= 1.0 or not 0.0 <= args.tolerance < args.base_top_p:
         raise UserError("--base_top_p must lie in (0, 1], and --tolerance between 0 and below it")
+    if args.seed < 0:
+        raise UserError(f"--seed must not be negative, got {args.seed}")
+    if args.gantt and Path(args.gantt).is_dir():
+        raise UserError(f"--gantt {args.gantt} is a folder: name a file")
     for name in (
         "num_ranks",
         "num_stages",

@@ -6,7 +6,7 @@ import torch
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_sparsebalance.balance import StepBalance
-from hf_sparsebalance.distributed import check_replicas
+from hf_sparsebalance.distributed import ProcessGroup, check_replicas
 from hf_sparsebalance.sampler import PlanSampler
 from hf_sparsebalance.timing import MicroBatchClock
 
@@ -20,9 +20,7 @@ class SparseBalanceCallback(TrainerCallback):
         replicas: processes that hold the same parameters; None: all of them.
     """
 
-    def __init__(
-        self, balance: StepBalance, sampler: PlanSampler, replicas: torch.distributed.ProcessGroup | None
-    ) -> None:
+    def __init__(self, balance: StepBalance, sampler: PlanSampler, replicas: ProcessGroup | None) -> None:
         self.balance = balance
         self._replicas = replicas
         self.sampler = sampler

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_sparsebalance.errors import UserError
 
+ProcessGroup = dist.ProcessGroup
 ROLL_CALL_S = 10.0
 
 
@@ -116,6 +117,11 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessG
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
         work.wait()
+
+
+def add_up(tensor: torch.Tensor, group: ProcessGroup) -> None:
+    """Replace a tensor by its sum over the group's ranks; collective."""
+    dist.all_reduce(tensor, group=group)
 
 
 def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 
 from hf_sparsebalance.attention import ATTENTION_NAME, SparseAttentionDefaults
-from hf_sparsebalance.distributed import pipeline_groups, sum_gradients
+from hf_sparsebalance.distributed import add_up, pipeline_groups, sum_gradients
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.pipeline import Pipeline
 from hf_sparsebalance.planner import Planner
@@ -77,12 +76,12 @@ class PipelineRun:
         """
         held, self._held = self._held, []
         targets = torch.stack([(each["labels"][..., 1:] != -100).sum() for each in held]).sum()
-        dist.all_reduce(targets, group=self.groups.data)
+        add_up(targets, self.groups.data)
         losses = self.pipeline.train_step([{**each, "num_items_in_batch": targets} for each in held])
         sum_gradients(self._trainable, self.groups.data)
         self.pipeline.sum_tied_gradients()
         loss = losses.sum()
-        dist.all_reduce(loss, group=self.groups.data)
+        add_up(loss, self.groups.data)
         return loss, losses
 
     def mean_losses(self, micro_batches: Sequence[Mapping[str, Any]]) -> torch.Tensor:
@@ -104,7 +103,7 @@ class PipelineRun:
             own_weights = torch.tensor(weights[rank::size], dtype=torch.float64)
             sums[0], sums[1] = (self.mean_losses(own).cpu().double() * own_weights).sum(), own_weights.sum()
         sums = sums.to(self.pipeline.device)
-        dist.all_reduce(sums, group=self.groups.data)
+        add_up(sums, self.groups.data)
         return float(sums[0] / sums[1])
 
     def gather(self, model: nn.Module) -> dict[str, torch.Tensor] | None:

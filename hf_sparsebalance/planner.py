@@ -184,7 +184,7 @@ class Planner:
     def _observe_speeds(self, measured: Sequence[Measured]) -> None:
         times_ms = [seen.total_ms for seen in measured if seen.total_ms is not None]
         by_rank = (self.settings.num_ranks, self.settings.num_slots)
-        if self.predictor is None or len(times_ms) < math.prod(by_rank):
+        if self.predictor is None or len(times_ms) != math.prod(by_rank):
             return  # where ranks wait for each other their times are not their own
         documents = [self._realised(seen) for seen in measured]
         lengths, densities, dense = (list(chain.from_iterable(each)) for each in zip(*documents, strict=True))

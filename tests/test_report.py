@@ -21,7 +21,7 @@ def micro_batch(rank=0, document=0, tokens=100, ms=(10.0, 30.0), **fields):
         "rank": rank, "slot": 0, "documents": [document], "tokens": tokens, "top_p": None, "predicted_ms": None,
         "causal_pairs": tokens * (tokens + 1) // 2 if isinstance(tokens, int) else 1,
         "start_ms": 0.0, "forward_ms": ms[0], "backward_ms": ms[1], "density": None, "work": None, "coverage": None,
-        "top_k": 6.5,
+        "top_k": 6.5, "stage_ms": None,
         **fields,
     }  # fmt: skip
 

@@ -23,6 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_sparsebalance.cli.train import plan
 from hf_sparsebalance.cli.train import run as train
+from hf_sparsebalance.density import history_tokens
 from hf_sparsebalance.planner import Planner
 
 
@@ -74,7 +75,8 @@ def mean_top_p(planner: Planner, weight: str) -> float:
         assert tuning is not None
         for micro_batch, top_p in zip(planner.micro_batches(0, step), tuning.top_p, strict=True):
             pairs = sum(length * (length + 1) // 2 for length in micro_batch.lengths)
-            share = micro_batch.history_tokens(block_size) if weight == "history" else pairs
+            history = int(history_tokens(micro_batch.lengths, block_size).sum())
+            share = history if weight == "history" else pairs
             total, weights = total + top_p * share, weights + share
     return total / weights
 

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from provenance import provenance  # noqa: E402
 
 from hf_sparsebalance import Latency, read_run, simulate_step  # noqa: E402
 from hf_sparsebalance.torch_schedules import operation_order  # noqa: E402
-from recipes.quickstart import CONFIG, SPARSE, environment, free_port, run_profile  # noqa: E402
+from recipes.quickstart import CONFIG, SPARSE, launch, run_profile  # noqa: E402
 from recipes.toy import build_documents, build_model  # noqa: E402
 
 RANDOM = ["--batching", "random", "--tolerance", "0"]
@@ -45,14 +44,6 @@ LAYOUTS = {
     "DP 2 x PP 2, 1F1B": (4, 2, "1f1b", 4),
 }
 MEMORY = ("ddp", "fsdp", "pp")
-
-
-def launch(program: list[str], processes: int) -> None:
-    """Run a script of this folder on CPU processes joined by gloo."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", str(processes)]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--num_cpu_threads_per_process", "1", "--main_process_port", free_port()]
-    subprocess.run([*command, *program], check=True, env=environment())
 
 
 def predicted_s(folder: Path, pipeline_size: int, schedule: str | None) -> float:

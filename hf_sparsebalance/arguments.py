@@ -61,7 +61,7 @@ class SparseBalanceArguments(TrainingArguments):
         default="auto",
         metadata={"help": f"Where ranks wait for each other: auto, {', '.join(SCOPES)}. auto is rank (once a step) "
                           "with plain data parallelism, slot (at every micro-batch) where parameters are sharded "
-                          "(FSDP, ZeRO-3)."},
+                          "(FSDP, ZeRO-3), microbatch with pipelines."},
     )  # fmt: skip
     batching: str = field(
         default="sparsity_aware",

@@ -44,7 +44,6 @@ _SUMS = slice(_COLUMNS.index("layers"), None)
 _OF_LAYERS = slice(_COLUMNS.index("density"), _COLUMNS.index("coverage") + 1)
 _OF_GATES = slice(_COLUMNS.index("top_k"), None)
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -249,15 +248,15 @@ class StepBalance:
         )
         if self._writes:
             runlog.append_step(self._log, record)
+            self._report_slow_ranks(global_step)
         self.metrics = _metrics(record, predicted)
-        self._report_slow_ranks(global_step)
         if self._plan.scales is not None:
             self.metrics["attention_scale"], self.metrics["linear_scale"] = self._plan.scales
 
     def _report_slow_ranks(self, global_step: int) -> None:
         """Name a rank that has been much slower than the others, once."""
         for rank, slowness in enumerate(self.planner.speeds.slowness()):
-            if self._writes and slowness >= _SLOW and rank not in self._reported:
+            if slowness >= _SLOW and rank not in self._reported:
                 self._reported.add(rank)
                 logger.warning(
                     "rank %d takes %.2f times as long as the others for the same work (step %d): look at its machine, "

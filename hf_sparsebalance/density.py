@@ -25,6 +25,7 @@ __all__ = [
     "CurveStore",
     "DensityCurve",
     "densities",
+    "history_tokens",
     "share_curve",
     "share_density",
     "top_k_coverage",
@@ -225,6 +226,12 @@ def share_curve(
         DensityCurve.from_measured(curve.top_p, (known_P * ratio_P).tolist()) if pairs else before
         for known_P, pairs, before in zip(known_NP, pairs_N, known, strict=True)
     ]
+
+
+def history_tokens(lengths: ArrayLike, block_size: int) -> NDArray[np.intp]:
+    """Tokens of each document that have blocks before their own, of which a budget keeps some."""
+    history_N: NDArray[np.intp] = np.maximum(np.asarray(lengths) - block_size, 0)
+    return history_N
 
 
 def _visible_pairs(lengths: ArrayLike, block_size: int) -> NDArray[np.intp]:

@@ -76,8 +76,8 @@ class PipelineGroups:
         data_size: number of pipelines.
     """
 
-    pipeline: dist.ProcessGroup
-    data: dist.ProcessGroup
+    pipeline: ProcessGroup
+    data: ProcessGroup
     pipeline_rank: int
     data_rank: int
     data_size: int
@@ -112,7 +112,7 @@ def pipeline_groups(pipeline_size: int, device: torch.device) -> PipelineGroups:
     return PipelineGroups(mesh.get_group("pipeline"), mesh.get_group("data"), pipeline_rank, data_rank, data_size)
 
 
-def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: dist.ProcessGroup) -> None:
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: ProcessGroup) -> None:
     """Replace each gradient by its sum over the group's ranks, which hold the same parameters; collective."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     for work in [dist.all_reduce(gradient, group=group, async_op=True) for gradient in gradients]:
@@ -124,7 +124,7 @@ def add_up(tensor: torch.Tensor, group: ProcessGroup) -> None:
     dist.all_reduce(tensor, group=group)
 
 
-def gather_rows(rows: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def gather_rows(rows: torch.Tensor, group: ProcessGroup | None = None) -> torch.Tensor:
     """Every rank's ``rows`` (same shape everywhere), stacked: ``[ranks, *shape]`` on CPU, the same bits everywhere.
 
     With a group only its ranks take part.
@@ -154,7 +154,7 @@ def check_same(what: str, value: object) -> None:
         raise UserError(f"the ranks hold different {what}: start them all with the same options, files and versions")
 
 
-def check_replicas(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None = None) -> None:
+def check_replicas(parameters: Sequence[torch.nn.Parameter], group: ProcessGroup | None = None) -> None:
     """Refuse to go on where ranks train models of their own; collective.
 
     Data parallelism leaves every rank with the same parameters to the last bit.  Where something kept the model from

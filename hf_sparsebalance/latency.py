@@ -150,13 +150,17 @@ class LatencyPredictor:
         forward_ms, backward_ms = self.attention_ms(length, density, dense).tolist()
         return Latency(forward_ms, backward_ms)
 
+    def linear_ms(self, num_tokens: ArrayLike) -> NDArray[np.float64]:
+        """`linear` of many micro-batches at once: [2, *shape] milliseconds, forward and backward."""
+        tokens_X, p = np.asarray(num_tokens, dtype=np.float64), self.profile
+        forward_X = self.linear_scale * (p.forward_ms_per_token * tokens_X + p.forward_ms_constant)
+        backward_X = self.linear_scale * (p.backward_ms_per_token * tokens_X + p.backward_ms_constant)
+        return np.stack([forward_X, backward_X])
+
     def linear(self, num_tokens: int) -> Latency:
         """Everything but attention for a micro-batch of `num_tokens` tokens, constant included."""
-        p = self.profile
-        return Latency(
-            self.linear_scale * (p.forward_ms_per_token * num_tokens + p.forward_ms_constant),
-            self.linear_scale * (p.backward_ms_per_token * num_tokens + p.backward_ms_constant),
-        )
+        forward_ms, backward_ms = self.linear_ms(num_tokens).tolist()
+        return Latency(forward_ms, backward_ms)
 
     def predict(self, lengths: Sequence[int], densities: Sequence[float], dense: ArrayLike = False) -> Latency:
         """Time of a packed micro-batch: its documents' attention, plus the linear part, plus the constant.

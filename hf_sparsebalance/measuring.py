@@ -102,23 +102,26 @@ class _Worker:
         model.config.use_cache = False
         if self.context.gradient_checkpointing:
             model.gradient_checkpointing_enable()
-        return model.to(self.device).train()
+        model = model.to(self.device).train()
+        if not self.sparse:
+            self._check_attention(model)
+        return model
+
+    def _check_attention(self, model: torch.nn.Module) -> None:
+        """Not every attention runs on every device, or backward there: found now, not in the first measurement."""
+        ids = torch.zeros(1, 2, dtype=torch.long, device=self.device)
+        try:
+            model(input_ids=ids, labels=ids).loss.backward()
+        except (ValueError, ImportError, RuntimeError) as error:
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            raise UserError(f"--attn_implementation {self.context.attention} does not run here: {reason}") from error
 
     def measure(self, point: Point, warm_up: bool) -> list[float]:
         """[density, forward_ms, backward_ms, flops]; a single run where it only warms up."""
         seconds = 0.0 if warm_up else self.seconds
         if isinstance(point, AttentionPoint):
             return self._measure_attention(point, seconds)
-        if self.sparse:
-            return self._measure_model(point, seconds)
-        try:
-            return self._measure_model(point, seconds)
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, ValueError, TypeError, NotImplementedError, ImportError) as error:
-            # What an attention says that does not run on this device or in this dtype.
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"--attn_implementation {self.context.attention} does not run here: {reason}") from error
+        return self._measure_model(point, seconds)
 
     def _measure_attention(self, point: AttentionPoint, seconds: float) -> list[float]:
         context = self.context

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.stage_model import StageModule
-from hf_sparsebalance.timing import OperationClock, OperationTime
+from hf_sparsebalance.timing import OperationClock
 from hf_sparsebalance.torch_schedules import SCHEDULES, worker_stages
 
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 13)
@@ -53,6 +53,9 @@ class Pipeline:
         schedule: one of ``torch_schedules.SCHEDULES``.
         group: the ranks of one pipeline, in order.
         device: where the stages are.
+
+    Attributes:
+        clock: when this rank worked on what in the last step, waiting left out.
 
     Raises:
         UserError: torch's version was not tried, the schedule is unknown, or the ranks do not agree.
@@ -104,10 +107,6 @@ class Pipeline:
     def evaluate(self, micro_batches: Sequence[Mapping[str, Any]]) -> torch.Tensor:
         """Losses without gradients, as ``train_step`` returns them."""
         return self._run(micro_batches, has_backward=False)
-
-    def operations(self) -> list[OperationTime]:
-        """When this rank worked on what in the last step, waiting left out."""
-        return self.clock.operations()
 
     def sum_tied_gradients(self) -> None:
         """Give both copies of a tied weight the sum of their gradients; collective between first and last rank.

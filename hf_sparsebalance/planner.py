@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
@@ -29,8 +28,8 @@ from hf_sparsebalance.rank_speed import RankSpeeds
 from hf_sparsebalance.tuning import MicroBatch, Tuning, candidate_budgets, tune_sparsity, tune_top_k
 
 _SAME_NAME = (
-    *("batching", "seed", "max_tokens", "window", "base_top_p", "base_top_k", "tolerance", "block_size"),
-    "rank_speed",
+    *("batching", "seed", "max_tokens", "window", "rank_speed"),
+    *("base_top_p", "base_top_k", "tolerance", "block_size"),
 )
 # What a user calls the things that the order of documents depends on.
 _OPTIONS = {
@@ -171,28 +170,28 @@ class Planner:
 
     def observe(self, measured: Sequence[Measured]) -> None:
         """Learn from one step: the curves seen, and, with ``refit``, the times. Same order on every rank."""
-        if self.predictor is not None and self.settings.refit:
-            timed = [(seen, seen.total_ms) for seen in measured if seen.total_ms is not None]
-            some, parts = timed[:: max(1, -(-len(timed) // OBSERVATIONS_PER_STEP))], self.predictor.components
-            self._observations.append([(*parts(*self._realised(seen)), total_ms) for seen, total_ms in some])
-            self.predictor = self.predictor.refit(tuple(self._observations))
-        self._observe_speeds(measured)
+        if self.predictor is not None:
+            # Of each micro-batch whose time is its own: where ranks wait for each other most are not.
+            timed = [(self._realised(seen), seen.total_ms) for seen in measured if seen.total_ms is not None]
+            if self.settings.refit:
+                some = timed[:: max(1, -(-len(timed) // OBSERVATIONS_PER_STEP))]
+                self._observations.append([(*self.predictor.components(*own), total_ms) for own, total_ms in some])
+                self.predictor = self.predictor.refit(tuple(self._observations))
+            if len(timed) == self.settings.num_ranks * self.settings.num_slots:
+                self._observe_speeds(self.predictor, *zip(*timed, strict=True))
         for seen in measured:
             for sample, curve in zip(seen.samples, self._curves_of(seen), strict=False):
                 self.curves.observe(sample, self.lengths[sample], curve)
 
-    def _observe_speeds(self, measured: Sequence[Measured]) -> None:
-        times_ms = [seen.total_ms for seen in measured if seen.total_ms is not None]
-        by_rank = (self.settings.num_ranks, self.settings.num_slots)
-        if self.predictor is None or len(times_ms) != math.prod(by_rank):
-            return  # where ranks wait for each other their times are not their own
-        documents = [self._realised(seen) for seen in measured]
+    def _observe_speeds(
+        self, predictor: LatencyPredictor, documents: Sequence[_Documents], times_ms: Sequence[float]
+    ) -> None:
         lengths, densities, dense = (list(chain.from_iterable(each)) for each in zip(*documents, strict=True))
-        attention_ms = self.predictor.attention_ms(lengths, densities, dense).sum(axis=0)
         first_M = np.cumsum([0, *[len(each[0]) for each in documents[:-1]]])
-        linear_ms = [self.predictor.linear(sum(each[0])).total_ms for each in documents]
-        predicted_M = np.add.reduceat(attention_ms, first_M) + linear_ms
-        sums = [np.reshape(each, by_rank).sum(axis=1).tolist() for each in (times_ms, predicted_M)]
+        attention_M = np.add.reduceat(predictor.attention_ms(lengths, densities, dense).sum(axis=0), first_M)
+        linear_M = predictor.linear_ms(np.add.reduceat(lengths, first_M)).sum(axis=0)
+        by_rank = (self.settings.num_ranks, self.settings.num_slots)
+        sums = [np.reshape(each, by_rank).sum(axis=1).tolist() for each in (times_ms, attention_M + linear_M)]
         self.speeds.observe(*sums)
 
     def _slowness(self) -> tuple[float, ...]:
@@ -336,11 +335,9 @@ class Planner:
     def _costs_ms(self, predictor: LatencyPredictor, curves: CurveStore, budget: float | None) -> list[float]:
         """Predicted time of each sample alone at a budget, without the constant of its micro-batch."""
         attention_ms = predictor.attention_ms(*self._at(range(len(self.lengths)), budget, curves)).sum(axis=0)
-        empty_ms = predictor.linear(0).total_ms
-        return [
-            float(ms) + predictor.linear(length).total_ms - empty_ms
-            for ms, length in zip(attention_ms, self.lengths, strict=True)
-        ]
+        linear_ms = predictor.linear_ms(self.lengths).sum(axis=0)
+        costs_ms: list[float] = (attention_ms + linear_ms - predictor.linear(0).total_ms).tolist()
+        return costs_ms
 
     def _predict_ms(self, samples: Sequence[int]) -> float:
         assert self.predictor is not None

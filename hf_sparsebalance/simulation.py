@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hf_sparsebalance.batching import STRATEGIES, BatchPlan, plan_batches
-from hf_sparsebalance.density import TOP_P_GRID
+from hf_sparsebalance.density import TOP_P_GRID, history_tokens
 from hf_sparsebalance.latency import Latency, LatencyPredictor
 from hf_sparsebalance.pipeline_schedule import PipelineOrder, time_pipelines
 from hf_sparsebalance.schedule import StepCost, simulate_step
@@ -192,7 +192,7 @@ class Simulation:
     def mean_top_p(self, plan: BatchPlan, budgets: Budgets) -> float:
         """Mean budget over the tokens with history; 1.0 where none has any, whose coverage is complete."""
         sample_N, micro_N = _layout(plan)
-        history_N = np.maximum(self._lengths_N[sample_N] - self.predictor.profile.context.block_size, 0)
+        history_N = history_tokens(self._lengths_N[sample_N], self.predictor.profile.context.block_size)
         return float(np.average(budgets.top_p[micro_N], weights=history_N)) if history_N.any() else 1.0
 
     def same_work(self, plan: BatchPlan, budgets: Budgets) -> float:

@@ -169,19 +169,15 @@ def _suited(
     suited: list[Step] = []
     costs, speed_R = cost_N.tolist(), 1.0 / np.asarray(slowness)
     for step in plan:
-        ranks = [[s for slot in rank for s in slot] for rank in step]
-        sums_R = [sum(costs[s] for s in rank) for rank in ranks]
+        ranks = [sorted((s for slot in rank for s in slot), key=lambda s: -costs[s]) for rank in step]
+        ranks.sort(key=lambda samples: sum(costs[s] for s in samples))
         # The fastest rank takes the largest of those that are there; then pairs swap until each has its share.
-        dealt_R = [ranks[i] for i in np.argsort(sums_R, kind="stable")]
-        ordered: list[Rank] = [[] for _ in ranks]
-        for rank, samples in zip(np.argsort(speed_R, kind="stable"), dealt_R, strict=True):
-            ordered[rank] = samples
-        counts = {len(samples) for samples in ordered}
-        per_rank = min(counts)
-        ids_1RK = np.array([[sorted(samples, key=lambda s: -costs[s])[:per_rank] for samples in ordered]])
-        extra = [sorted(samples, key=lambda s: -costs[s])[per_rank:] for samples in ordered]
+        by_rank = [ranks[place] for place in np.argsort(np.argsort(speed_R, kind="stable"))]
+        per_rank = min(map(len, by_rank))
+        extra = [samples[per_rank:] for samples in by_rank]  # the cheapest of those that hold more stay
         spare_R = np.array([sum(costs[s] for s in samples) for samples in extra])
-        share_R = sum(sums_R) * speed_R / speed_R.sum()
+        ids_1RK = np.array([[samples[:per_rank] for samples in by_rank]])
+        share_R = (cost_N[ids_1RK].sum() + spare_R.sum()) * speed_R / speed_R.sum()
         _swap(ids_1RK, cost_N, (share_R - spare_R)[None])
         moved = [[*own, *more] for own, more in zip(ids_1RK[0].tolist(), extra, strict=True)]
         packed = _pack_step(moved, epoch, costs, num_stages)

@@ -52,22 +52,22 @@ class MicroBatchClock:
     def start_step(self) -> None:
         """The step begins here; forgets the one before."""
         self._micro_batches = []
-        self._step = self._now()
+        self._step = _now(self._events)
 
     @contextlib.contextmanager
     def micro_batch(self) -> Iterator[None]:
         """Around a forward and backward pass."""
         self._last_gradient = None
-        self._open = [self._now()]
+        self._open = [_now(self._events)]
         yield
         forward_end = self._open[1] if len(self._open) > 1 else self._open[0]
-        self._micro_batches.append((self._open[0], forward_end, self._last_gradient or self._now()))
+        self._micro_batches.append((self._open[0], forward_end, self._last_gradient or _now(self._events)))
         self._open = []
 
     def forward_ended(self) -> None:
         """The loss is there.  Ignored outside a micro-batch (evaluation shares the code that calls this)."""
         if len(self._open) == 1:
-            self._open.append(self._now())
+            self._open.append(_now(self._events))
 
     def times(self) -> list[MicroBatchTime]:
         """The step's micro-batches so far, in order; waits for the device."""
@@ -79,17 +79,10 @@ class MicroBatchClock:
             for start, forward, end in self._micro_batches
         ]
 
-    def _now(self, reuse: Mark | None = None) -> Mark:
-        if not self._events:
-            return time.perf_counter()
-        # One event per micro-batch serves all its parameters: each gradient moves the mark.
-        event = reuse if isinstance(reuse, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
     def _gradient_arrived(self, _parameter: torch.nn.Parameter) -> None:
         if self._open:
-            self._last_gradient = self._now(self._last_gradient)
+            # One event per micro-batch serves all its parameters: each gradient moves the mark.
+            self._last_gradient = _now(self._events, self._last_gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +165,11 @@ def micro_batch_times(operations: Iterable[OperationTime]) -> list[MicroBatchTim
     ]
 
 
-def _now(events: bool) -> Mark:
+def _now(events: bool, reuse: Mark | None = None) -> Mark:
+    """This moment; an event given is moved to it."""
     if not events:
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
+    event = reuse if isinstance(reuse, torch.cuda.Event) else torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 

@@ -54,6 +54,11 @@ class Topology:
         return "slot" if self.meets_every_micro_batch else "rank"
 
 
+def sharded_when_loaded(model: nn.Module) -> bool:
+    """Whether transformers spread the model over processes by a ``DistributedConfig``."""
+    return getattr(model, "is_distributed_loading_by_transformers", False)
+
+
 def launched_topology(pipeline_size: int = 1) -> Topology:
     """As far as the launch and ``--pipeline_parallel_size`` tell, before a model is there.
 
@@ -82,7 +87,7 @@ def topology_of(model: nn.Module, accelerator: Accelerator | None = None, pipeli
         return launched_topology(pipeline_size)
     rank, world = rank_and_world()
     tensor_size, sharded = 1, False
-    if getattr(model, "is_distributed_loading_by_transformers", False):
+    if sharded_when_loaded(model):
         config = model.config.distributed_config
         tensor_size, sharded = config.tp_size, config.dp_size > 1
     if accelerator is not None:
@@ -113,14 +118,14 @@ def check_topology(topology: Topology, model: nn.Module, accelerator: Accelerato
             f"has FSDP for accelerators only): launch without FSDP for plain data parallelism, or load the model with "
             f"{_SHARDED_LOADING}"
         )
-    if has_sharded(model.parameters()) and not getattr(model, "is_distributed_loading_by_transformers", False):
+    if has_sharded(model.parameters()) and not sharded_when_loaded(model):
         raise UserError(
             "the model's parameters are sharded already (fully_shard), and accelerate would wrap it once more: leave "
             f"the sharding to `accelerate launch --use_fsdp --fsdp_version 2`, or load it with {_SHARDED_LOADING}"
         )
     if topology.pipeline_size > 1 and (
         accelerator.distributed_type not in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-        or getattr(model, "is_distributed_loading_by_transformers", False)
+        or sharded_when_loaded(model)
     ):
         raise UserError(
             "--pipeline_parallel_size with a model that is sharded as well (FSDP, DeepSpeed, DistributedConfig): "

@@ -49,7 +49,7 @@ from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.sampler import PlanSampler
 from hf_sparsebalance.termination import EXIT_STATUS
 from hf_sparsebalance.timing import MicroBatchClock, OperationClock
-from hf_sparsebalance.topology import Topology, check_topology, topology_of
+from hf_sparsebalance.topology import Topology, check_topology, sharded_when_loaded, topology_of
 from hf_sparsebalance.tuning import OPTIMAL_NEEDS_TOP_P
 
 RUN_LOG = "balance.jsonl"
@@ -84,7 +84,7 @@ class SparseBalanceMixin(PipelineMixin):
         """
         if not isinstance(self.args, SparseBalanceArguments):
             raise UserError(f"args must be SparseBalanceArguments, got {type(self.args).__name__}")
-        if resume_from_checkpoint and getattr(self.model, "is_distributed_loading_by_transformers", False):
+        if resume_from_checkpoint and sharded_when_loaded(self.model):
             raise UserError(
                 "--resume_from_checkpoint with a model that was sharded when it was loaded: transformers stores only "
                 "rank 0's share of its optimizer; load the model from the checkpoint and start a new run"

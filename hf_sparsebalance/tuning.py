@@ -21,7 +21,7 @@ from itertools import chain
 
 import numpy as np
 
-from hf_sparsebalance.density import DensityCurve, densities, top_k_coverage, top_k_density
+from hf_sparsebalance.density import DensityCurve, densities, history_tokens, top_k_coverage, top_k_density
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.ladder import Booleans, Floats, Indices, Ladder, fastest, group_sums, last, pick, top_up
 from hf_sparsebalance.latency import LatencyPredictor
@@ -59,10 +59,6 @@ class MicroBatch:
     slot: int
     lengths: tuple[int, ...]
     curves: tuple[DensityCurve, ...] = ()
-
-    def history_tokens(self, block_size: int) -> int:
-        """Tokens of all documents that have blocks before their own, of which a budget keeps some."""
-        return sum(max(0, length - block_size) for length in self.lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +165,7 @@ def tune_sparsity(
     lengths_N, first_M = _documents(micro_batches)
     times_MC = _times_ms(predictor, lengths_N, first_M, density_NC, budgets_C == 1.0)
     _slow_down(times_MC, micro_batches, slowness)
-    history_N = np.maximum(lengths_N - predictor.profile.context.block_size, 0)
+    history_N = history_tokens(lengths_N, predictor.profile.context.block_size)
     gains_MC = np.add.reduceat(history_N, first_M)[:, None] * budgets_C
     choice_M, tuning = _choose(micro_batches, times_MC, gains_MC, budgets.index(base_top_p), anchor, scope, num_stages)
     return replace(tuning, top_p=tuple(budgets_C[choice_M].tolist()))

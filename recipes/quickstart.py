@@ -95,11 +95,11 @@ def run_training(
     launch([*command, "--max_length", str(args.max_length), *options])
 
 
-def launch(program: list[str]) -> None:
-    """Run a program (a script, or -m and a module, and its arguments) on two CPU processes."""
+def launch(program: list[str], processes: int = RANKS) -> None:
+    """Run a program (a script, or -m and a module, and its arguments) on CPU processes, two unless told otherwise."""
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    # --cpu alone would start one process; with --multi_gpu and ACCELERATE_USE_CPU there are two, joined by gloo.
-    command += ["--multi_gpu", "--num_processes", str(RANKS), "--num_machines", "1", "--mixed_precision", "no"]
+    # --cpu alone would start one process; with --multi_gpu and ACCELERATE_USE_CPU there are more, joined by gloo.
+    command += ["--multi_gpu", "--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", "--num_cpu_threads_per_process", "1", "--main_process_port", free_port()]
     subprocess.run([*command, *program], check=True, env=environment())
 

@@ -17,6 +17,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from hf_sparsebalance.attention import ATTENTION_NAME
 from hf_sparsebalance.cli.parsing import Parser
 from hf_sparsebalance.devices import DEVICES, H100_ASSUMPTIONS, h100_profile
 from hf_sparsebalance.errors import UserError
@@ -45,7 +46,7 @@ def run(arguments: Sequence[str]) -> None:
     _check(args)
     profile = LatencyProfile.load(args.profile) if args.profile else h100_profile(args.block_size)
     attention = profile.context.attention
-    if args.tolerance and attention != "sparsebalance":
+    if args.tolerance and attention != ATTENTION_NAME:
         raise UserError(
             f"--profile was measured with {attention!r}, which no budget makes faster: give --tolerance 0, or a "
             "profile of sparsebalance"

@@ -46,7 +46,7 @@ def train(variant, schedule):
         seen["norms"].append(pipeline.clip_gradients(float("inf")))
         seen["gradients"].append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         seen["stats"].append([micro_batch["sparse_stats"].vectors for micro_batch in own])
-        seen["operations"].append([(each.kind, each.stage, each.micro_batch) for each in pipeline.operations()])
+        seen["operations"].append([(each.kind, each.stage, each.micro_batch) for each in pipeline.clock.operations()])
         optimizer.step()
     seen["checkpoint"] = pipeline.gather_state_dict(model.state_dict())
     return seen | {"parameters": {name: p.detach() for name, p in model.named_parameters()}}

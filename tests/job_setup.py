@@ -1,23 +1,20 @@
-"""What the two-rank jobs share: a tiny model, documents that tell which they are, arguments, a profile, a recorder.
+"""What the two-rank jobs share: a tiny model, documents that tell which they are, arguments, a recorder.
 
 A job is a script that `accelerate launch` starts on two ranks; each rank writes what it saw to OUT/NAME-RANK.json.
 """
 
-import dataclasses
 import json
 import sys
 from pathlib import Path
 
 import datasets
-import planning_profiles
 import tiny_run
 import torch
-from tiny_run import BLOCK, config_of
+from tiny_run import config_of
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, TrainerCallback
 
 from hf_sparsebalance.distributed import rank_and_world
-from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.trainer import SparseBalanceTrainer
 
 
@@ -35,18 +32,6 @@ def build_model(dtype=torch.float32, **changes):
 def arguments(folder, **changes):
     """Two micro-batches of one document per rank and step."""
     return tiny_run.arguments(folder, **{"per_device_train_batch_size": 1, **changes})
-
-
-def write_profile(path, model, args, factor=1.0):
-    """A profile that holds for this run, its documents priced as if 16 times as long, dense ones times a factor."""
-    profile = planning_profiles.profile(floor_ms=0.0)
-    rows = tuple(
-        dataclasses.replace(row, length=row.length // 16, dense_forward_ms=row.dense_forward_ms * factor**i)
-        for i, row in enumerate(profile.attention)
-    )
-    context = training_context(model.config, args, BLOCK, args.device)
-    dataclasses.replace(profile, attention=rows, context=context).save(path)
-    return str(path)
 
 
 class Recorder(TrainerCallback):

@@ -7,12 +7,21 @@ import shutil
 from pathlib import Path
 
 import datasets
-import planning_profiles
 import pytest
 import tiny_run
 import torch
 import torch.nn.functional as F
-from tiny_run import BASE_TOP_P, BLOCK, LEARNING_RATE, LENGTHS, TOLERANCE, VOCAB, config_of, documents
+from tiny_run import (
+    BASE_TOP_P,
+    BLOCK,
+    LEARNING_RATE,
+    LENGTHS,
+    TOLERANCE,
+    VOCAB,
+    config_of,
+    documents,
+    write_profile,
+)
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -30,7 +39,6 @@ from hf_sparsebalance.batching import plan_batches
 from hf_sparsebalance.errors import UserError
 from hf_sparsebalance.latency_profile import LatencyProfile
 from hf_sparsebalance.planner import Planner
-from hf_sparsebalance.profiling import training_context
 from hf_sparsebalance.report import summarise
 from hf_sparsebalance.trainer import SparseBalanceTrainer
 
@@ -53,16 +61,6 @@ def build(attention="sparsebalance", dtype=torch.float32, config=None):
 def arguments(folder, **changes):
     """Two micro-batches of two documents a step, reproducible to the bit."""
     return tiny_run.arguments(folder, **{"per_device_train_batch_size": 2, "refit": False, **changes})
-
-
-def write_profile(path, model, args, **context):
-    """A profile that holds for this run, its documents priced as if 16 times as long: budgets then move."""
-    profile = planning_profiles.profile(floor_ms=0.0)
-    rows = tuple(dataclasses.replace(row, length=row.length // 16) for row in profile.attention)
-    block_size = BLOCK if model.config._attn_implementation == "sparsebalance" else 128
-    ours = training_context(model.config, args, block_size, args.device)
-    dataclasses.replace(profile, attention=rows, context=dataclasses.replace(ours, **context)).save(path)
-    return str(path)
 
 
 class Recorder(TrainerCallback):

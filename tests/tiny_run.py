@@ -1,11 +1,14 @@
-"""Shared by the trainer's tests and the two-rank jobs: documents that tell which they are, a tiny model, arguments."""
+"""Shared by the trainer's tests and the two-rank jobs: documents that tell which they are, a model, a profile."""
 
+import dataclasses
 import functools
 
+import planning_profiles
 import torch
 from transformers import Qwen2Config
 
 from hf_sparsebalance.arguments import SparseBalanceArguments
+from hf_sparsebalance.profiling import training_context
 
 BLOCK = 4
 VOCAB = 61
@@ -63,3 +66,19 @@ def arguments(folder, **changes):
         "window": 2,
     }
     return SparseBalanceArguments(**{**values, **changes})
+
+
+def write_profile(path, model, args, factor=1.0, **context):
+    """A profile that holds for this run, its documents priced as if 16 times as long: budgets then move.
+
+    Dense times are multiplied by `factor`, once more for each longer row; `context` overrides what it holds for.
+    """
+    profile = planning_profiles.profile(floor_ms=0.0)
+    rows = tuple(
+        dataclasses.replace(row, length=row.length // 16, dense_forward_ms=row.dense_forward_ms * factor**i)
+        for i, row in enumerate(profile.attention)
+    )
+    block_size = BLOCK if model.config._attn_implementation == "sparsebalance" else 128
+    ours = training_context(model.config, args, block_size, args.device)
+    dataclasses.replace(profile, attention=rows, context=dataclasses.replace(ours, **context)).save(path)
+    return str(path)

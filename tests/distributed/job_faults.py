@@ -11,6 +11,7 @@ import sys
 import time
 
 import job_setup
+import tiny_run
 import torch
 from transformers import TrainerCallback
 
@@ -82,7 +83,7 @@ class Killer(TrainerCallback):
 
 
 model = job_setup.build_model()
-args.profile = job_setup.write_profile(job_setup.out_folder() / f"profile-{args.process_index}.json", model, args)
+args.profile = tiny_run.write_profile(job_setup.out_folder() / f"profile-{args.process_index}.json", model, args)
 trainer, recorder = job_setup.train(
     model, args, trainer_class=Trainer, callbacks=[Killer()], resume=last_complete(str(folder)) is not None
 )

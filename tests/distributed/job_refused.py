@@ -3,6 +3,7 @@
 import os
 
 import job_setup
+import tiny_run
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +20,7 @@ def attempt(name, args, data=None, model=None):
     """Remember the refusal of a run."""
     model = model or job_setup.build_model()
     if args.tolerance:
-        args.profile = args.profile or job_setup.write_profile(out / f"profile-{name}-{rank}.json", model, args)
+        args.profile = args.profile or tiny_run.write_profile(out / f"profile-{name}-{rank}.json", model, args)
     try:
         job_setup.train(model, args, data)
         refusals[name] = None
@@ -35,7 +36,7 @@ attempt("data", args, other)
 attempt("options", job_setup.arguments(out / "options", seed=3 + rank))
 attempt("world", job_setup.arguments(out / "world", num_ranks=3))
 model, args = job_setup.build_model(), job_setup.arguments(out / "profile")
-args.profile = job_setup.write_profile(out / f"profile-profile-{rank}.json", model, args, factor=1.0 + rank)
+args.profile = tiny_run.write_profile(out / f"profile-profile-{rank}.json", model, args, factor=1.0 + rank)
 attempt("profile", args)
 sharded = job_setup.build_model()
 fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))

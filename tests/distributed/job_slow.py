@@ -6,6 +6,7 @@ The clock is told what to say: slept seconds would drown in those of a busy mach
 import sys
 
 import job_setup
+import tiny_run
 
 from hf_sparsebalance.timing import MicroBatchClock, MicroBatchTime
 
@@ -40,7 +41,7 @@ def times(clock):
 
 MicroBatchClock.times = times
 model = job_setup.build_model()
-args.profile = job_setup.write_profile(job_setup.out_folder() / f"profile-{args.process_index}.json", model, args)
+args.profile = tiny_run.write_profile(job_setup.out_folder() / f"profile-{args.process_index}.json", model, args)
 data = [[1 + number, *[2] * (length - 1)] for number, length in enumerate(LENGTHS)]
 trainer, _ = job_setup.train(model, args, data=data, trainer_class=Trainer)
 steps = trainer._plan_sampler.planner.batches(2).steps

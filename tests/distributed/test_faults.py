@@ -7,6 +7,7 @@ from pathlib import Path
 
 import job_setup
 import pytest
+import tiny_run
 from launching import ENVIRONMENT, ROOT, TIMEOUT_S, command, launch, results
 
 from hf_sparsebalance.checkpoints import STATE_FILE, last_complete
@@ -141,6 +142,6 @@ def test_nan_ends_the_run_before_it_is_saved(tmp_path):
 def test_another_number_of_ranks_cannot_resume(uninterrupted, tmp_path):
     """One process that resumes a run of two is refused by that: it would repeat documents, or lose them."""
     model, args = job_setup.build_model(), job_setup.arguments(tmp_path, num_train_epochs=2)
-    args.profile = job_setup.write_profile(tmp_path / "profile.json", model, args)
+    args.profile = tiny_run.write_profile(tmp_path / "profile.json", model, args)
     with pytest.raises(UserError, match="num_ranks 2 .now 1"):
         job_setup.train(model, args, resume=str(uninterrupted / "run" / "checkpoint-6"))

@@ -3,6 +3,7 @@
 import sys
 
 import job_setup
+import tiny_run
 import torch
 from peft import LoraConfig, get_peft_model
 
@@ -36,7 +37,7 @@ def train(name, resume=False, **changes):
     """(losses, saved folder) of a run."""
     args = job_setup.arguments(out / name, **{**OPTIONS, **changes})
     model = build()
-    args.profile = job_setup.write_profile(out / f"profile-{args.process_index}.json", model, args)
+    args.profile = tiny_run.write_profile(out / f"profile-{args.process_index}.json", model, args)
     trainer, recorder = job_setup.train(model, args, resume=resume)
     trainer.save_model()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]

@@ -4,6 +4,7 @@ import sys
 from dataclasses import asdict
 
 import job_setup
+import tiny_run
 import torch
 from accelerate import ParallelismConfig
 from peft import LoraConfig, get_peft_model
@@ -68,7 +69,7 @@ def train(out, topology, variant):
     if variant == "lora":
         model = adapted(model)
     if options["tolerance"]:
-        args.profile = job_setup.write_profile(out / f"profile-{topology}-{args.process_index}.json", model, args)
+        args.profile = tiny_run.write_profile(out / f"profile-{topology}-{args.process_index}.json", model, args)
     told, observe = [], Planner.observe
 
     def listen(planner, measured):
